@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
 #include <string>
 
 #include "kv_store.hpp"
@@ -169,13 +170,19 @@ The blocks of a key in order of position. Raises KeyError for an unknown key.)do
 }  // namespace
 
 void bind_kv_store(py::module_& module) {
-  py::register_exception<UnknownKey>(module, "UnknownKey", PyExc_KeyError);
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const UnknownKey& error) {
+      py::set_error(PyExc_KeyError, error.what());
+    }
+  });
 
   py::class_<KVStore> store(module, "KVStore", kClassDoc);
   store.def(py::init([](std::int64_t num_blocks, std::int64_t tokens_per_block, bool reuse) {
               return KVStore(num_blocks, tokens_per_block, reuse);
             }),
-            py::arg("num_blocks"), py::arg("tokens_per_block"), py::arg("reuse"));
+            py::arg("num_blocks"), py::arg("tokens_per_block"), py::arg("reuse") = false);
   bind_reservation(store);
   bind_lifetime(store);
   bind_prefixes(store);

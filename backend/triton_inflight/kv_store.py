@@ -11,9 +11,9 @@ One key (sequence ID, choice) goes through these calls; ``tokens`` is an int64 a
     store.free(sequence)                                         # once, whatever happened before
 
 When ``reserve`` gives None after a prefix was matched, the key keeps the matched blocks until ``free``.
-``UnknownKey`` is the KeyError for a key that has no table. ``help(KVStore)`` documents each call.
+``help(KVStore)`` documents each call.
 """
 
-from triton_inflight._native import KVStore, UnknownKey
+from triton_inflight._native import KVStore
 
-__all__ = ["KVStore", "UnknownKey"]
+__all__ = ["KVStore"]
