@@ -1,0 +1,122 @@
+"""The loader: settings -> an engine that is ready to step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from triton_inflight import weights
+from triton_inflight.conformance import probe
+from triton_inflight.engine import Engine
+from triton_inflight.errors import ModelError
+from triton_inflight.kv_store import KVStore
+from triton_inflight.kv_tensors import KVShape, KVTensors, bytes_per_token
+from triton_inflight.planner import Planner
+from triton_inflight.rope import freeze_rope
+from triton_inflight.runner import Runner
+from triton_inflight.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(settings: Settings, base: Path | None = None) -> Engine:
+    """Load a model, prove that it can be reproduced, and make the store it runs over.
+
+    Args:
+        settings: the model's.
+        base: directory that relative model references start from.
+
+    Raises:
+        ModelError: the model cannot be loaded or reproduced, or its store does not fit into memory.
+    """
+    started = time.perf_counter()
+    device = torch.device(settings.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    model, tokenizer = weights.load(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
+        base=base,
+    )
+    max_seq_len = _max_seq_len(settings, model.config)
+    conformance = probe(model, settings.tokens_per_block)
+    num_blocks = _num_blocks(settings, conformance.shapes, dtype, device, max_seq_len)
+    store = KVStore(num_blocks, settings.tokens_per_block, settings.enable_kv_cache_reuse)
+    tensors = KVTensors(num_blocks, settings.tokens_per_block, dtype, device)
+    try:
+        tensors.preallocate(conformance.shapes)
+    except RuntimeError as error:
+        raise ModelError(f"the KV-state store does not fit into memory: {error}; {_BUDGET_REMEDY}") from error
+    capacity = num_blocks * settings.tokens_per_block
+    log.info(
+        "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; KV-state store %d blocks of %d tokens, "
+        "%.0f MiB; sequences of up to %d tokens",
+        settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
+        conformance.difference, num_blocks, settings.tokens_per_block,
+        capacity * bytes_per_token(conformance.shapes, dtype) / 2**20, min(max_seq_len, capacity),
+    )  # fmt: skip
+    planner = Planner(store, settings.max_num_tokens, settings.max_running_sequences)
+    return Engine(
+        Runner(model),
+        tokenizer,
+        store,
+        tensors,
+        planner,
+        weights.eos_token_ids(model, tokenizer),
+        min(max_seq_len, capacity),
+    )
+
+
+_BUDGET_REMEDY = "lower max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"
+
+
+def _max_seq_len(settings: Settings, config: object) -> int:
+    """The longest sequence served: what the config asks for, bounded by what the model can do."""
+    context = weights.context_length(config)
+    wanted = freeze_rope(config, settings.max_seq_len)
+    if wanted is None:
+        wanted = context
+    if wanted is None:
+        raise ModelError("this model does not say how long its context is; set max_seq_len in config.pbtxt")
+    if context is not None and wanted > context:
+        raise ModelError(
+            f"max_seq_len is {wanted}, but this model has positions for {context} tokens only; "
+            f"set max_seq_len to at most {context} in config.pbtxt"
+        )
+    return wanted
+
+
+def _num_blocks(
+    settings: Settings, shapes: tuple[KVShape, ...], dtype: torch.dtype, device: torch.device, max_seq_len: int
+) -> int:
+    """Blocks of the store: the configured budget, or what every sequence could need within half the memory.
+
+    Raises:
+        ModelError: the budget does not hold a single block.
+    """
+    block_bytes = bytes_per_token(shapes, dtype) * settings.tokens_per_block
+    if settings.max_tokens_in_paged_kv_cache is not None:
+        num_blocks = settings.max_tokens_in_paged_kv_cache // settings.tokens_per_block
+    elif settings.kv_cache_bytes is not None:
+        num_blocks = settings.kv_cache_bytes // block_bytes
+    else:
+        most = -(-max_seq_len // settings.tokens_per_block) * settings.max_batch_size
+        num_blocks = min(most, _free_memory(device) // 2 // block_bytes)
+    if num_blocks < 1:
+        raise ModelError(
+            f"the KV-state store has no room for one block of {settings.tokens_per_block} tokens ({block_bytes} "
+            "bytes); raise max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"
+        )
+    return num_blocks
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
