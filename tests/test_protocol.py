@@ -179,7 +179,9 @@ _TENSORS = st.one_of(
 
 
 @given(
-    st.dictionaries(_NAMES, _TENSORS, max_size=3), st.dictionaries(_NAMES, _SCALARS, max_size=3), st.booleans()
+    st.dictionaries(_NAMES, _TENSORS, max_size=3),
+    st.dictionaries(_NAMES, _SCALARS, max_size=3),
+    st.booleans(),
 )
 def test_whatever_arrives_is_a_request_or_a_request_error(
     tensors: dict[str, Any], parameters: dict[str, object], with_prompt: bool

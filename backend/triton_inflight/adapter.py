@@ -21,7 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
-from triton_inflight.protocol import GenerationRequest, Result, output_tensors, parse_request
+from triton_inflight.protocol import Delta, GenerationRequest, output_tensors, parse_request
 from triton_inflight.settings import Settings, auto_complete
 from triton_inflight.watcher import Watcher
 
@@ -213,9 +213,9 @@ class TritonPythonModel:
     def _deliver(self, sequence_id: int, visit: _Visit, update: Update) -> None:
         """Send what the client wants to have by now, and end what is finished."""
         client = visit.client
-        self._note_tokens(client, update.num_tokens)
+        self._note_tokens(client, len(update.tokens))
         client.text += update.text
-        client.num_tokens += update.num_tokens
+        client.num_tokens += len(update.tokens)
         if update.finish_reason is None:
             if client.request.stream and client.text:
                 visit.sender.send(self._response(client, None))
@@ -253,9 +253,9 @@ class TritonPythonModel:
 
     def _response(self, client: _Client, finish_reason: str | None) -> Any:
         """A response with everything generated but not sent yet."""
-        result = Result(client.text, finish_reason, client.num_input_tokens, client.num_tokens)
+        delta = Delta(client.text, client.num_tokens, finish_reason)
         client.text, client.num_tokens = "", 0
-        tensors = output_tensors(result, client.request)
+        tensors = output_tensors(client.request, delta, client.num_input_tokens)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
     def _refuse(self, sender: Any, error: RequestError) -> None:

@@ -31,14 +31,14 @@ class Update:
     Attributes:
         sequence_id: whose it is.
         text: what can be shown of the new output, possibly nothing yet.
-        num_tokens: output tokens generated in this step.
+        tokens: output tokens generated in this step.
         finish_reason: ``stop``, ``length``, or ``error``; None while the sequence is unfinished.
         error: what went wrong, where the reason is ``error``.
     """
 
     sequence_id: int
     text: str = ""
-    num_tokens: int = 0
+    tokens: tuple[int, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
 
@@ -53,6 +53,7 @@ class Step:
         num_prefill_tokens: tokens of prompts, and of outputs that are computed again after a preemption.
         num_decode_tokens: tokens of sequences that run their newest token only.
         num_preempted: sequences that gave their blocks back.
+        num_prefix_hit_tokens: tokens of prompts that were found in the store and did not run.
         forward_seconds: duration of the forward pass.
     """
 
@@ -61,6 +62,7 @@ class Step:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preempted: int = 0
+    num_prefix_hit_tokens: int = 0
     forward_seconds: float = 0.0
 
 
@@ -110,6 +112,11 @@ class Engine:
     def __len__(self) -> int:
         """Number of live sequences."""
         return len(self._live)
+
+    @property
+    def num_active(self) -> int:
+        """Number of live sequences that hold blocks."""
+        return sum(generation.sequence.num_computed > 0 for generation in self._live.values())
 
     def add(self, sequence_id: int, request: GenerationRequest) -> int:
         """Take in a new sequence; it holds no blocks until a step runs it.
@@ -166,6 +173,7 @@ class Engine:
             num_prefill_tokens=sum(run.count for run in plan.runs) - decodes,
             num_decode_tokens=decodes,
             num_preempted=len(plan.preempted),
+            num_prefix_hit_tokens=plan.num_prefix_hit_tokens,
             forward_seconds=time.perf_counter() - started,
         )
 
@@ -205,7 +213,7 @@ class Engine:
             return self._fail(sequence.sequence_id, error)
         if sequence.finish_reason is not None:
             self.drop(sequence.sequence_id)
-        return Update(sequence.sequence_id, text, 1, sequence.finish_reason)
+        return Update(sequence.sequence_id, text, (token,), sequence.finish_reason)
 
     def _fail(self, sequence_id: int, error: Exception) -> Update:
         self.drop(sequence_id)

@@ -1,8 +1,7 @@
 """GGUF files, converted once to Hugging Face folders and kept in a cache of the user.
 
-transformers can only dequantise a GGUF file whole, which takes seconds for each 100 MB; the converted folder
-loads in a fraction of a second because its float32 weights are memory-mapped. The cache costs 4 bytes for each
-parameter of the model.
+transformers can only dequantise a GGUF file whole, about 15 s for each 100 MB; the converted folder loads in
+a fraction of a second because its float32 weights are memory-mapped. It takes 4 bytes for each parameter.
 
     <cache>/gguf/<file name>-<hash of its path>.lock     held while the entries of this file change
     <cache>/gguf/<file name>-<hash of its path>/
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
-
 from triton_inflight.errors import ModelError
 
 if TYPE_CHECKING:
@@ -185,17 +183,19 @@ def _dequantized_model(gguf: Path, config: PreTrainedConfig) -> tuple[PreTrained
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=skeleton)["tensors"]
+        skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    checkpoint = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+        str(gguf), return_tensors=True, model_to_load=skeleton
+    )
     model, loading = type(skeleton).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=torch.float32, output_loading_info=True
+        None, config=config, state_dict=checkpoint["tensors"], dtype=torch.float32, output_loading_info=True
     )
     return model, sorted(loading["missing_keys"])
 
 
 def _state_special_tokens(gguf: Path, model: PreTrainedModel) -> None:
     """Set the ids of special tokens from the file; transformers' defaults for the architecture may differ."""
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
     metadata, _ = read_gguf_metadata(str(gguf))
     stated: dict[str, int | list[int]] = {}

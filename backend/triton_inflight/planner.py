@@ -32,11 +32,13 @@ class Plan:
         runs: the sequences of the step; the cells of all their pending tokens are reserved.
         copies: (source, destination) blocks, to be copied in this order before the step writes.
         preempted: sequences whose blocks were taken back to make room.
+        num_prefix_hit_tokens: tokens of admitted sequences that were found in the store.
     """
 
     runs: list[Run]
     copies: list[tuple[int, int]]
     preempted: list[Sequence]
+    num_prefix_hit_tokens: int
 
 
 @dataclass
@@ -48,6 +50,7 @@ class _Draft:
     counts: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    num_prefix_hit_tokens: int = 0
 
     def behind(self, sequence: Sequence) -> list[Sequence]:
         """The holders that give way to ``sequence``, in order of precedence."""
@@ -91,7 +94,7 @@ class Planner:
             elif newcomer:
                 admitting = False  # first come, first served: a small newcomer must not starve a large one
         runs = [Run(sequence, count) for sequence, count in draft.counts.items()]
-        return Plan(runs, draft.copies, draft.preempted)
+        return Plan(runs, draft.copies, draft.preempted, draft.num_prefix_hit_tokens)
 
     def _make_room(self, sequence: Sequence, draft: _Draft) -> bool:
         """Reserve cells for all pending tokens, preempting from behind if need be; say whether it worked."""
@@ -112,6 +115,7 @@ class Planner:
             if copies is not None:
                 draft.copies += copies
                 if newcomer:
+                    draft.num_prefix_hit_tokens += sequence.num_computed
                     draft.holders.append(sequence)
                     draft.holders.sort(key=_precedence)
                 return True

@@ -84,7 +84,9 @@ FIELDS: tuple[Field, ...] = (
         minimum=1,
         aliases=("max_new_tokens",),
     ),
-    Field("stream", "bool", "Send each piece of text as it appears, rather than one response.", default=False),
+    Field(
+        "stream", "bool", "Send each piece of text as it appears, rather than one response.", default=False
+    ),
     Field("return_finish_reason", "bool", "Send finish_reason with the last response.", default=False),
     Field("return_num_input_tokens", "bool", "Send num_input_tokens with every response.", default=False),
     Field("return_num_output_tokens", "bool", "Send num_output_tokens with every response.", default=False),
@@ -259,7 +261,9 @@ def _element(field: Field, name: str, tensor: npt.NDArray[Any]) -> object:
             f"allowed: 1, send one request for each prompt"
         )
     if tensor.size != 1:
-        raise RequestError(f"{name} holds {tensor.size} values (shape {list(tensor.shape)}); allowed: exactly 1")
+        raise RequestError(
+            f"{name} holds {tensor.size} values (shape {list(tensor.shape)}); allowed: exactly 1"
+        )
     return tensor.reshape(-1)[0]
 
 

@@ -114,7 +114,7 @@ class Detokenizer:
         return self._give_up_bytes() + self._append([token_id])
 
     def flush(self) -> str:
-        """The text still held back when no more tokens come, as the tokenizer decodes it. Ends the sequence."""
+        """The text held back so far, as the tokenizer decodes it. No push may follow."""
         rest = self._give_up_bytes()
         start = self._shown + (1 if self._prompt_holds_back else 0)
         self._shown = len(self._text)

