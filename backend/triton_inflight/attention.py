@@ -156,7 +156,11 @@ def _attend(
     v = values[group.tables].flatten(1, 2).transpose(1, 2)
     kv_heads = k.shape[1]
     per_head = heads // kv_heads
-    stacked = q.view(n, t, kv_heads, per_head, width).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, per_head * t, width)
+    stacked = (
+        q.view(n, t, kv_heads, per_head, width)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(n, kv_heads, per_head * t, width)
+    )
     scores = (stacked @ k.to(q.dtype).transpose(2, 3)).float().view(n, kv_heads, per_head, t, -1) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

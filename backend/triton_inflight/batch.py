@@ -59,7 +59,10 @@ def build_batch(runs: Rows[Run], store: KVStore, device: torch.device) -> Batch:
     choices = np.array([s.choice for s in sequences], dtype=np.uint32)
     cells, tables = store.layout(ids, choices, firsts, counts)
     tokens = np.concatenate(
-        [s.tokens[s.num_computed : s.num_computed + run.count] for s, run in zip(sequences, runs, strict=True)]
+        [
+            s.tokens[s.num_computed : s.num_computed + run.count]
+            for s, run in zip(sequences, runs, strict=True)
+        ]
     )
     positions = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)
     complete = [i for i, run in enumerate(runs) if run.count == run.sequence.num_pending]

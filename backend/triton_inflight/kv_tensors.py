@@ -54,7 +54,9 @@ class KVTensors:
         """Keys and values of attention call number ``ordinal``; a new one is made with ``shape``."""
         if ordinal == len(self._layers):
             self._shapes.append(shape)
-            self._layers.append((self._zeros(shape.heads, shape.key_width), self._zeros(shape.heads, shape.value_width)))
+            self._layers.append(
+                (self._zeros(shape.heads, shape.key_width), self._zeros(shape.heads, shape.value_width))
+            )
         assert self._shapes[ordinal] == shape, (ordinal, self._shapes[ordinal], shape)
         return self._layers[ordinal]
 

@@ -92,7 +92,11 @@ def _max_seq_len(settings: Settings, config: object) -> int:
 
 
 def _num_blocks(
-    settings: Settings, shapes: tuple[KVShape, ...], dtype: torch.dtype, device: torch.device, max_seq_len: int
+    settings: Settings,
+    shapes: tuple[KVShape, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
 ) -> int:
     """Blocks of the store: the configured budget, or what every sequence could need within half the memory.
 

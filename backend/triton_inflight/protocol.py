@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["string", "int", "bool"]
 
-# Triton's data types that can carry a field of each kind as a tensor; the first is the one we write ourselves.
+# Triton's data types that can carry a field of each kind as a tensor; the first is the one we recommend.
 TENSOR_TYPES: dict[Kind, tuple[str, ...]] = {
     "string": ("TYPE_STRING",),
     "int": ("TYPE_INT32", "TYPE_INT64", "TYPE_UINT32", "TYPE_UINT64"),
@@ -92,7 +92,7 @@ FIELDS: tuple[Field, ...] = (
     Field("return_num_output_tokens", "bool", "Send num_output_tokens with every response.", default=False),
 )
 
-# Parameters that Triton or its clients put beside ours, as fnmatch patterns. `ignored_parameters` adds to them.
+# Parameters that Triton or its clients put beside ours, as fnmatch patterns; `ignored_parameters` adds more.
 IGNORED_PARAMETERS: tuple[str, ...] = (
     "id",
     "sequence_*",
@@ -135,54 +135,56 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What one response adds.
+class Result:
+    """What one response says.
 
     Attributes:
         text: new text.
-        num_output_tokens: tokens generated since the previous response.
         finish_reason: set in the last response only.
+        num_input_tokens: tokens of the prompt.
+        num_output_tokens: tokens generated since the previous response.
     """
 
     text: str
+    finish_reason: str | None
+    num_input_tokens: int
     num_output_tokens: int
-    finish_reason: str | None = None
 
 
 def parse_request(
     tensors: Mapping[str, npt.NDArray[Any] | None], parameters: Mapping[str, object], settings: Settings
 ) -> GenerationRequest:
-    """Turn what a client sent into a GenerationRequest. A tensor wins over a parameter, both over the default.
+    """Turn what a client sent into a GenerationRequest. A tensor wins over a parameter, and both over
+    the default.
 
     Args:
-        tensors: input tensors by name, without Triton's control tensors. One value each, shape (1,) or (1, 1):
-            bytes in an object array for strings, any integer type, bool. None counts as not sent.
-        parameters: the request's parameters: str, int, float or bool. Numbers and booleans may come as text.
+        tensors: input tensors by name. One value each, of shape (1,) or (1, 1): bytes in an object array for
+            strings, any integer type, bool. None counts as not sent. Names outside of FIELDS are Triton's
+            control tensors: Triton refuses inputs that config.pbtxt does not declare, and Settings refuses
+            to declare unknown ones.
+        parameters: the request's parameters: str, int, float or bool; numbers and booleans also as text.
         settings: the model's; gives defaults and ``ignored_parameters``.
 
     Raises:
         RequestError: a field is missing, unknown, or has a value it cannot have; the message names it.
     """
     sent = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    _refuse_unknown_tensors(sent)
     _refuse_unknown_parameters(parameters, settings.ignored_parameters)
     return GenerationRequest(**{field.name: _value(field, sent, parameters, settings) for field in FIELDS})
 
 
-def output_tensors(
-    request: GenerationRequest, delta: Delta, num_input_tokens: int
-) -> dict[str, npt.NDArray[Any]]:
+def output_tensors(result: Result, request: GenerationRequest) -> dict[str, npt.NDArray[Any]]:
     """The tensors of one response, each of shape (1, 1): text always, the others where the client asked.
 
     Strings are object arrays of UTF-8 bytes, counts are uint32.
     """
-    tensors = {"text_output": _string_tensor(delta.text)}
-    if request.return_finish_reason and delta.finish_reason is not None:
-        tensors["finish_reason"] = _string_tensor(delta.finish_reason)
+    tensors = {"text_output": _string_tensor(result.text)}
+    if request.return_finish_reason and result.finish_reason is not None:
+        tensors["finish_reason"] = _string_tensor(result.finish_reason)
     if request.return_num_input_tokens:
-        tensors["num_input_tokens"] = np.array([[num_input_tokens]], dtype=np.uint32)
+        tensors["num_input_tokens"] = np.array([[result.num_input_tokens]], dtype=np.uint32)
     if request.return_num_output_tokens:
-        tensors["num_output_tokens"] = np.array([[delta.num_output_tokens]], dtype=np.uint32)
+        tensors["num_output_tokens"] = np.array([[result.num_output_tokens]], dtype=np.uint32)
     return tensors
 
 
@@ -197,26 +199,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f' (did you mean "{nearest[0]}"?)' if nearest else ""
 
 
-def _field_names() -> list[str]:
+def field_names() -> list[str]:
+    """Every name of every field, aliases included."""
     return [name for field in FIELDS for name in field.names]
-
-
-def _refuse_unknown_tensors(tensors: Mapping[str, object]) -> None:
-    for name in tensors:
-        if find_field(name) is None:
-            raise RequestError(
-                f"{_show(name)} is no input of this backend{did_you_mean(name, _field_names())}; "
-                f"inputs: {', '.join(_field_names())}"
-            )
 
 
 def _refuse_unknown_parameters(parameters: Mapping[str, object], ignored: tuple[str, ...]) -> None:
     for name in parameters:
         if find_field(name) is None and not _is_ignored(name, (*IGNORED_PARAMETERS, *ignored)):
             raise RequestError(
-                f"{_show(name)} is no parameter of this backend{did_you_mean(name, _field_names())}; "
-                f"parameters: {', '.join(_field_names())}. Names that are not for the model, such as forwarded "
-                f"headers, can be listed in ignored_parameters in config.pbtxt"
+                f"{_show(name)} is no parameter of this backend{did_you_mean(name, field_names())}; "
+                f"parameters: {', '.join(field_names())}. Names that are not for the model, such as those of "
+                f"forwarded headers, can be listed in ignored_parameters in config.pbtxt"
             )
 
 
@@ -230,7 +224,7 @@ def _value(
     tensors: Mapping[str, npt.NDArray[Any]],
     parameters: Mapping[str, object],
     settings: Settings,
-) -> object:
+) -> Any:
     name = _sent_name(field, tensors)
     if name is not None:
         return _checked(field, name, _element(field, name, tensors[name]))

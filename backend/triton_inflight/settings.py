@@ -1,37 +1,35 @@
-"""config.pbtxt -> one typed, validated Settings. Each error names the key, the value, what is allowed, the remedy.
+"""config.pbtxt -> one typed, validated Settings. Errors name the key, the value, what is allowed, the remedy.
 
-PARAMETERS is the one table of this backend's own parameters: parsing, `init`'s comments and the suggestions for
-misspelt keys come from it. Triton's own part of the configuration is judged in triton_config.py.
+PARAMETERS is the one table of this backend's own parameters: parsing, `init`'s comments and the suggestions
+for misspelt keys come from it. Triton's own part of the configuration is judged in triton_config.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from triton_inflight import parameter_kinds as kinds
 from triton_inflight.errors import SettingsError
+from triton_inflight.parameter_kinds import Kind
 from triton_inflight.protocol import OUTPUTS, did_you_mean
 from triton_inflight.triton_config import (
     Config,
-    Controls,
     Findings,
     Instances,
     Scheduler,
     check_triton_settings,
-    controls_of,
     instances_of,
+    ready_control_of,
     scheduler_of,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
-
-_DEFAULT_POOL_TOKENS_PER_SEQUENCE = 1024
 
 # Parameters of Triton's own Python backend, which stand in the same place as ours.
 _TRITONS_PARAMETERS = frozenset(
@@ -44,8 +42,9 @@ class Settings:
     """Everything the backend reads from a model's config.pbtxt. Only ``model`` has no default.
 
     The fields up to ``outputs`` are Triton's own settings; the rest are described in PARAMETERS.
-    Exactly one of ``max_tokens_in_paged_kv_cache`` and ``kv_cache_bytes`` is set, and
-    ``max_running_sequences`` is at least 1: what was left open is filled in when the object is made.
+    ``device`` is a torch device; where ``instances`` spread over several GPUs, it names the first of them.
+    ``ready_control`` is the name of Triton's READY control tensor, if one is declared.
+    ``max_running_sequences`` of 0 becomes ``max_batch_size``.
 
     Raises:
         SettingsError: values that cannot go together.
@@ -57,8 +56,9 @@ class Settings:
     scheduler: Scheduler = "iterative"
     max_batch_size: int = 32
     decoupled: bool = True
+    device: str = "cpu"
     instances: Instances = field(default_factory=Instances)
-    controls: Controls = field(default_factory=Controls)
+    ready_control: str | None = None
     inputs: tuple[str, ...] = ("text_input",)
     outputs: tuple[str, ...] = tuple(output.name for output in OUTPUTS)
 
@@ -82,12 +82,9 @@ class Settings:
     def __post_init__(self) -> None:
         conflicts = _conflicts(self)
         if conflicts:
-            raise SettingsError(_message(self.model_name, conflicts))
+            raise SettingsError(_message(conflicts))
         if self.max_running_sequences == 0:
             object.__setattr__(self, "max_running_sequences", self.max_batch_size)
-        if self.max_tokens_in_paged_kv_cache is None and self.kv_cache_bytes is None:
-            tokens = _DEFAULT_POOL_TOKENS_PER_SEQUENCE * self.max_batch_size
-            object.__setattr__(self, "max_tokens_in_paged_kv_cache", tokens)
 
     @classmethod
     def from_model_config(
@@ -96,7 +93,7 @@ class Settings:
         """Read the configuration Triton passes to a model.
 
         Args:
-            config: the ModelConfig as a dict, inputs, outputs and transaction policy included; see ``completed``.
+            config: the ModelConfig as a dict, with inputs, outputs and transaction policy; see ``completed``.
             model_directory: folder that holds config.pbtxt.
 
         Returns:
@@ -107,12 +104,12 @@ class Settings:
         """
         settings, findings = examine(config, model_directory)
         if settings is None:
-            raise SettingsError(_message(config.get("name", ""), findings.errors))
+            raise SettingsError(_message(findings.errors))
         return settings, findings.warnings
 
 
 def examine(config: Config, model_directory: Path | None = None) -> tuple[Settings | None, Findings]:
-    """As Settings.from_model_config, but hands back the errors one by one; settings are None where there are any."""
+    """As Settings.from_model_config, but hands back the errors one by one; with errors, settings are None."""
     findings = Findings()
     check_triton_settings(config, findings)
     values = _parse_parameters(config.get("parameters", {}), findings)
@@ -123,8 +120,9 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
         "model_directory": model_directory,
         "scheduler": scheduler_of(config),
         "max_batch_size": config.get("max_batch_size", 0),
+        "device": instances_of(config).device,
         "instances": instances_of(config),
-        "controls": controls_of(config),
+        "ready_control": ready_control_of(config),
         "inputs": tuple(tensor["name"] for tensor in config.get("input", ())),
         "outputs": tuple(tensor["name"] for tensor in config.get("output", ())),
     }
@@ -134,131 +132,41 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
     return (None if findings.errors else Settings(**values)), findings
 
 
-def auto_complete(config: Config) -> dict[str, Any]:
-    """What Triton should add to a configuration, because it is absent there.
+@dataclass(frozen=True)
+class AutoCompletion:
+    """What Triton should add to a configuration.
 
-    Returns:
-        ``input`` and ``output``: lists of {name, data_type, dims}, for add_input() and add_output();
-        ``decoupled``: True where the transaction policy is absent, for set_model_transaction_policy(), else None.
+    Attributes:
+        inputs, outputs: the absent ones as {name, data_type, dims}, for add_input() and add_output().
+        decoupled: for set_model_transaction_policy(); what is stated stays as it is, to be judged later.
     """
-    inputs = {tensor["name"] for tensor in config.get("input", ())}
-    outputs = {tensor["name"] for tensor in config.get("output", ())}
+
+    inputs: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+    decoupled: bool
+
+
+def auto_complete(config: Config) -> AutoCompletion:
+    """What is absent in a configuration and follows from the backend alone."""
+    declared = {tensor["name"] for key in ("input", "output") for tensor in config.get(key, ())}
     text_input = {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
-    return {
-        "input": [] if "text_input" in inputs else [text_input],
-        "output": [
-            {"name": output.name, "data_type": output.data_type, "dims": [1]}
-            for output in OUTPUTS
-            if output.name not in outputs
-        ],
-        "decoupled": None if "model_transaction_policy" in config else True,
-    }
+    outputs = [{"name": output.name, "data_type": output.data_type, "dims": [1]} for output in OUTPUTS]
+    return AutoCompletion(
+        inputs=[] if "text_input" in declared else [text_input],
+        outputs=[output for output in outputs if output["name"] not in declared],
+        decoupled=config.get("model_transaction_policy", {}).get("decoupled", True),
+    )
 
 
 def completed(config: Config) -> dict[str, Any]:
     """A copy of the configuration as it is after Triton's auto-completion."""
     missing = auto_complete(config)
-    copy = dict(config)
-    copy["input"] = [*config.get("input", ()), *missing["input"]]
-    copy["output"] = [*config.get("output", ()), *missing["output"]]
-    if missing["decoupled"]:
-        copy["model_transaction_policy"] = {"decoupled": True}
-    return copy
-
-
-@dataclass(frozen=True)
-class ParameterKind:
-    """How the text of a parameter is read.
-
-    Attributes:
-        allowed: what a value may be, for messages and comments.
-        example: a value, for messages.
-        parse: text -> value; raises ValueError.
-    """
-
-    allowed: str
-    example: str
-    parse: Callable[[str], Any]
-
-
-def _integer(lowest: int, highest: int, example: int) -> ParameterKind:
-    def parse(text: str) -> int:
-        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,20}", text) else lowest - 1
-        if not lowest <= number <= highest:
-            raise ValueError(text)
-        return number
-
-    return ParameterKind(f"an integer from {lowest} to {highest}", str(example), parse)
-
-
-def _choice(*options: str) -> ParameterKind:
-    def parse(text: str) -> str:
-        if text not in options:
-            raise ValueError(text)
-        return text
-
-    return ParameterKind(", ".join(options[:-1]) + f" or {options[-1]}", options[0], parse)
-
-
-def _number_choice(*options: int) -> ParameterKind:
-    texts = _choice(*(str(option) for option in options))
-    return dataclasses.replace(texts, parse=lambda text: int(texts.parse(text)))
-
-
-def _boolean() -> ParameterKind:
-    texts = _choice("true", "false")
-    return dataclasses.replace(texts, parse=lambda text: texts.parse(text.lower()) == "true")
-
-
-def _seconds(highest: int) -> ParameterKind:
-    def parse(text: str) -> float:
-        seconds = float(text)
-        if not 0 < seconds <= highest:  # false for nan
-            raise ValueError(text)
-        return seconds
-
-    return ParameterKind(f"a number of seconds above 0, up to {highest}", "600", parse)
-
-
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def _byte_size() -> ParameterKind:
-    def parse(text: str) -> int:
-        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?(|KiB|MiB|GiB|TiB)", text)
-        if match is None or ("." in match[1] and not match[2]):
-            raise ValueError(text)
-        size = (
-            int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-        )
-        if size < 1:
-            raise ValueError(text)
-        return size
-
-    return ParameterKind("a number of bytes, or of KiB, MiB, GiB or TiB such as 512MiB", "2GiB", parse)
-
-
-def _text() -> ParameterKind:
-    def parse(text: str) -> str:
-        if not text:
-            raise ValueError(text)
-        return text
-
-    return ParameterKind(
-        "a folder, a .gguf file, a Hugging Face hub id, or a file inside an installed package",
-        "org/name",
-        parse,
-    )
-
-
-def _patterns() -> ParameterKind:
-    def parse(text: str) -> tuple[str, ...]:
-        patterns = tuple(pattern.strip() for pattern in text.split(","))
-        if not all(patterns):
-            raise ValueError(text)
-        return patterns
-
-    return ParameterKind("patterns with * and ?, separated by commas", "x-*, traceparent", parse)
+    return {
+        **config,
+        "input": [*config.get("input", ()), *missing.inputs],
+        "output": [*config.get("output", ()), *missing.outputs],
+        "model_transaction_policy": {"decoupled": missing.decoupled},
+    }
 
 
 @dataclass(frozen=True)
@@ -273,7 +181,7 @@ class Parameter:
     """
 
     name: str
-    kind: ParameterKind
+    kind: Kind
     doc: str
     unset: str | None = None
 
@@ -291,73 +199,80 @@ _SETTINGS_FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "model",
-        _text(),
-        "The model: a folder (relative to this one), a .gguf file, a hub id, or a file inside a Python package.",
+        kinds.text(),
+        "The model: a Hugging Face folder or .gguf file (relative to this folder, or absolute), a hub id "
+        "ORG/NAME, or package:NAME/FILE.gguf for a file inside an installed Python package.",
     ),
     Parameter(
-        "dtype", _choice("float32", "bfloat16", "float16"), "Number type of the weights and the KV cache."
+        "dtype",
+        kinds.choice("float32", "bfloat16", "float16"),
+        "Number type of the weights and the KV cache.",
     ),
     Parameter(
         "max_tokens_in_paged_kv_cache",
-        _integer(1, 2**31 - 1, 32768),
+        kinds.integer(1, 2**31 - 1, 32768),
         "Tokens whose keys and values the store holds, all sequences together.",
-        unset=f"{_DEFAULT_POOL_TOKENS_PER_SEQUENCE} for each of max_batch_size sequences, or kv_cache_bytes",
+        unset="what max_batch_size sequences may need, within half of the free memory",
     ),
     Parameter(
         "kv_cache_bytes",
-        _byte_size(),
+        kinds.byte_size(),
         "Size of the store in bytes, instead of max_tokens_in_paged_kv_cache.",
-        unset="max_tokens_in_paged_kv_cache decides",
+        unset="as max_tokens_in_paged_kv_cache",
     ),
-    Parameter("tokens_per_block", _number_choice(16, 32, 64, 128, 256), "Tokens in one block of the store."),
+    Parameter(
+        "tokens_per_block", kinds.number_choice(16, 32, 64, 128, 256), "Tokens in one block of the store."
+    ),
     Parameter(
         "max_num_tokens",
-        _integer(1, 2**20, 512),
+        kinds.integer(1, 2**20, 512),
         "Most tokens in one step; longer prompts are read in pieces between the tokens of others.",
     ),
     Parameter(
         "max_seq_len",
-        _integer(2, 2**31 - 1, 2048),
+        kinds.integer(2, 2**31 - 1, 2048),
         "Most tokens of one sequence, prompt and output together.",
         unset="the model's context",
     ),
-    Parameter("trust_remote_code", _boolean(), "Run Python code that comes with the model."),
+    Parameter("trust_remote_code", kinds.boolean(), "Run Python code that comes with the model."),
     Parameter(
         "ignored_parameters",
-        _patterns(),
+        kinds.patterns(),
         "Request parameters to ignore, beside Triton's own, such as forwarded headers.",
         unset="only Triton's own are ignored",
     ),
     Parameter(
-        "default_max_tokens", _integer(1, 2**31 - 1, 256), "Tokens to generate where a request does not say."
+        "default_max_tokens",
+        kinds.integer(1, 2**31 - 1, 256),
+        "Tokens to generate where a request does not say.",
     ),
-    Parameter("max_time", _seconds(7 * 24 * 3600), "Seconds after which a sequence is ended."),
+    Parameter("max_time", kinds.seconds(7 * 24 * 3600), "Seconds after which a sequence is ended."),
     Parameter(
         "cancellation_check_period_ms",
-        _integer(1, 10_000, 100),
+        kinds.integer(1, 10_000, 100),
         "Milliseconds between two looks for clients that have gone.",
     ),
     Parameter(
         "batch_scheduler_policy",
-        _choice("max_utilization", "guaranteed_no_evict"),
+        kinds.choice("max_utilization", "guaranteed_no_evict"),
         "Admit while blocks last and recompute when they do not, or admit only what is sure to fit.",
     ),
     Parameter(
         "max_running_sequences",
-        _integer(1, 2**16, 32),
+        kinds.integer(1, 2**16, 32),
         "Most sequences in one forward pass; others with a slot wait.",
         unset="max_batch_size",
     ),
     Parameter(
         "max_queue_size",
-        _integer(0, 2**20, 64),
+        kinds.integer(0, 2**20, 64),
         "Sequences with a slot that may wait to run; more are refused as UNAVAILABLE.",
         unset="0, no limit but Triton's slots",
     ),
-    Parameter("enable_kv_cache_reuse", _boolean(), "Share the blocks of prompts that begin alike."),
+    Parameter("enable_kv_cache_reuse", kinds.boolean(), "Share the blocks of prompts that begin alike."),
     Parameter(
         "max_steps_per_execute",
-        _integer(1, 1024, 1),
+        kinds.integer(1, 1024, 1),
         "Most steps in one trip through Triton, while no request waits for a slot.",
     ),
 )
@@ -414,26 +329,27 @@ def _conflicts(settings: Settings | _Draft) -> list[str]:
     tokens, size = settings.max_tokens_in_paged_kv_cache, settings.kv_cache_bytes
     if tokens is not None and size is not None:
         problems.append(
-            f"parameters.kv_cache_bytes: {size} beside max_tokens_in_paged_kv_cache: {tokens}; both size the same "
-            f"store. Delete one of them"
+            f"parameters.kv_cache_bytes: {size} beside max_tokens_in_paged_kv_cache: {tokens}; both size the "
+            f"same store. Delete one of them"
         )
     if tokens is not None and tokens < settings.tokens_per_block:
         problems.append(
             f"parameters.max_tokens_in_paged_kv_cache: {tokens} is less than one block of tokens_per_block: "
-            f"{settings.tokens_per_block}. Raise it; {parameter_text('max_tokens_in_paged_kv_cache', '32768')}"
+            f"{settings.tokens_per_block}. Write {parameter_text('max_tokens_in_paged_kv_cache', '32768')}"
         )
     running, batch_size = settings.max_running_sequences, settings.max_batch_size
     if batch_size and running > batch_size:
         problems.append(
-            f"parameters.max_running_sequences: {running} is more than max_batch_size: {batch_size}, the most that "
-            f"Triton hands over at a time. Raise max_batch_size, or delete max_running_sequences"
+            f"parameters.max_running_sequences: {running} is more than max_batch_size: {batch_size}, the most "
+            f"that Triton hands over at a time. Raise max_batch_size, or delete max_running_sequences"
         )
     at_once = running or batch_size
     if settings.max_num_tokens < at_once:
         source = "max_running_sequences" if running else "max_batch_size"
+        enough = parameter_text("max_num_tokens", str(max(512, at_once)))
         problems.append(
-            f"parameters.max_num_tokens: {settings.max_num_tokens} is less than {source}: {at_once}, and in a step "
-            f"every sequence needs at least one token. Write {parameter_text('max_num_tokens', str(max(512, at_once)))}"
+            f"parameters.max_num_tokens: {settings.max_num_tokens} is less than {source}: {at_once}, and in a "
+            f"step every sequence needs at least one token. Write {enough}"
         )
     return problems
 
@@ -444,18 +360,23 @@ def _doubts(settings: _Draft) -> list[str]:
     tokens, longest = settings.max_tokens_in_paged_kv_cache, settings.max_seq_len
     if tokens is not None and longest is not None and longest > tokens:
         doubts.append(
-            f"parameters.max_seq_len: {longest} is more than max_tokens_in_paged_kv_cache: {tokens}, so no sequence "
-            f"can grow that long. Raise max_tokens_in_paged_kv_cache, or lower max_seq_len"
+            f"parameters.max_seq_len: {longest} is more than max_tokens_in_paged_kv_cache: {tokens}, so no "
+            f"sequence can grow that long. Raise max_tokens_in_paged_kv_cache, or lower max_seq_len"
         )
     if settings.dtype == "float16" and settings.instances.kind == "KIND_CPU":
         doubts.append(
-            f"parameters.dtype: 'float16' is slow on a CPU. Write {parameter_text('dtype', 'bfloat16')}, or float32"
+            f"parameters.dtype: 'float16' is slow on a CPU. Write {parameter_text('dtype', 'bfloat16')}"
+        )
+    if settings.instances.kind == "KIND_MODEL":
+        doubts.append(
+            "instance_group.kind: KIND_MODEL leaves the device to this backend, which takes the CPU. "
+            "Write instance_group [ { kind: KIND_CPU } ], or KIND_GPU"
         )
     return doubts
 
 
-def _message(model_name: str, errors: list[str]) -> str:
+def _message(errors: list[str]) -> str:
     """All errors of a model, one a line."""
     count = "1 problem" if len(errors) == 1 else f"{len(errors)} problems"
     lines = [f"  {number}. {error}" for number, error in enumerate(errors, start=1)]
-    return "\n".join([f"model {model_name!r}: {count} in config.pbtxt", *lines])
+    return "\n".join([f"{count} in config.pbtxt", *lines])

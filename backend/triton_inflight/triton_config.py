@@ -1,6 +1,6 @@
 """What config.pbtxt tells Triton itself: read it, and find what would lose, delay or hang requests.
 
-Works on the dict that Triton passes to Python models (its ModelConfig as JSON, field names as in config.pbtxt).
+Works on the dict that Triton passes to Python models: its ModelConfig as JSON, with config.pbtxt's names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triton_inflight.protocol import FIELDS, OUTPUTS, TENSOR_TYPES, did_you_mean, find_field
+from triton_inflight.protocol import OUTPUTS, TENSOR_TYPES, did_you_mean, field_names, find_field
 
 Config = Mapping[str, Any]
 Scheduler = Literal["iterative", "sequence", "dynamic", "decoupled"]
@@ -39,16 +39,6 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Controls:
-    """Names of the control tensors that Triton adds to a request; ``ready`` is None where none is declared."""
-
-    start: str = "START"
-    end: str = "END"
-    corrid: str = "CORRID"
-    ready: str | None = None
-
-
-@dataclass(frozen=True)
 class Instances:
     """``instance_group``: how many instances, and on which devices.
 
@@ -62,6 +52,13 @@ class Instances:
     gpus: tuple[int, ...] = ()
     count: int = 1
 
+    @property
+    def device(self) -> str:
+        """The torch device of the first instance."""
+        if self.kind != "KIND_GPU":
+            return "cpu"
+        return f"cuda:{self.gpus[0]}" if self.gpus else "cuda"
+
 
 def scheduler_of(config: Config) -> Scheduler:
     """Which of Triton's schedulers the configuration asks for."""
@@ -70,15 +67,10 @@ def scheduler_of(config: Config) -> Scheduler:
     return "dynamic" if "dynamic_batching" in config else "decoupled"
 
 
-def controls_of(config: Config) -> Controls:
-    """The names of the control tensors, where declared; Controls' own names otherwise."""
-    names = {kind: name for kind, (name, _) in _declared_controls(config).items()}
-    return Controls(
-        start=names.get("CONTROL_SEQUENCE_START", Controls.start),
-        end=names.get("CONTROL_SEQUENCE_END", Controls.end),
-        corrid=names.get("CONTROL_SEQUENCE_CORRID", Controls.corrid),
-        ready=names.get("CONTROL_SEQUENCE_READY"),
-    )
+def ready_control_of(config: Config) -> str | None:
+    """Name of the control tensor that is false in the requests with which `direct` fills idle slots."""
+    name, _ = _declared_controls(config).get("CONTROL_SEQUENCE_READY", (None, {}))
+    return name
 
 
 def instances_of(config: Config) -> Instances:
@@ -137,8 +129,8 @@ def _check_sequence_batching(config: Config, findings: Findings) -> None:
         _check_oldest(batching["oldest"], config.get("max_batch_size", 0), findings)
     elif not int(batching.get("direct", {}).get("max_queue_delay_microseconds", 0)):
         findings.warnings.append(
-            "sequence_batching.direct.max_queue_delay_microseconds: 0 lets sequences fall into two groups that "
-            "take turns, at half the speed. Write direct { max_queue_delay_microseconds: 5000 "
+            "sequence_batching.direct.max_queue_delay_microseconds: 0 lets sequences fall into two groups "
+            "that take turns, at half the speed. Write direct { max_queue_delay_microseconds: 5000 "
             "minimum_slot_utilization: 1.0 }, or use oldest, which needs no delay"
         )
 
@@ -150,12 +142,13 @@ def _check_idle(idle: int, findings: Findings) -> None:
     remedy = f"Write max_sequence_idle_microseconds: {SUGGESTED_IDLE} (1 h)"
     if idle < _SHORTEST_IDLE:
         findings.errors.append(
-            f"{given} is too short: Triton drops a sequence whose step or wait for a slot takes longer, and its "
-            f"client hangs. Allowed: {_SHORTEST_IDLE} (60 s) or more. {remedy}"
+            f"{given} is too short: Triton drops a sequence whose step or wait for a slot takes longer, and "
+            f"its client hangs. Allowed: {_SHORTEST_IDLE} (60 s) or more. {remedy}"
         )
     elif idle > _LONGEST_IDLE:
         findings.warnings.append(
-            f"{given} is more than 24 h: a slot lost to a client that vanished comes back only after that. {remedy}"
+            f"{given} is more than 24 h: a slot lost to a client that vanished comes back only after that. "
+            f"{remedy}"
         )
 
 
@@ -171,14 +164,14 @@ def _check_oldest(oldest: Config, max_batch_size: int, findings: Findings) -> No
         )
     elif candidates > max_batch_size:
         findings.warnings.append(
-            f"{key} is more than max_batch_size: {max_batch_size}, so sequences take turns while all of them hold "
-            f"their KV cache. {remedy}, or raise max_batch_size"
+            f"{key} is more than max_batch_size: {max_batch_size}, so sequences take turns while all of them "
+            f"hold their KV cache. {remedy}, or raise max_batch_size"
         )
     delay = int(oldest.get("max_queue_delay_microseconds", 0))
     if delay:
         findings.warnings.append(
-            f"sequence_batching.oldest.max_queue_delay_microseconds: {delay} is waited for in every step that is "
-            f"not full, so every token comes later by that much. Delete it: steps fill up without a delay"
+            f"sequence_batching.oldest.max_queue_delay_microseconds: {delay} is waited for in every step that "
+            f"is not full, so every token comes later by that much. Delete it: steps fill up without a delay"
         )
 
 
@@ -249,7 +242,8 @@ def _check_inputs(config: Config, findings: Findings) -> None:
     names = [tensor["name"] for tensor in inputs]
     if "text_input" not in names:
         findings.errors.append(
-            'input text_input: is missing. Add input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }'
+            "input text_input: is missing. "
+            'Add input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }'
         )
     for tensor in inputs:
         _check_input(tensor, findings)
@@ -258,8 +252,8 @@ def _check_inputs(config: Config, findings: Findings) -> None:
     ]
     if optional:
         findings.warnings.append(
-            f"input {', '.join(optional)}: optional. Requests that send different sets of optional inputs never "
-            f"share a step. Delete them from config.pbtxt and let clients send them as request parameters"
+            f"input {', '.join(optional)}: optional. Requests that send different sets of optional inputs "
+            f"never share a step. Delete them from config.pbtxt and let clients send request parameters"
         )
 
 
@@ -267,7 +261,7 @@ def _check_input(tensor: Config, findings: Findings) -> None:
     name = tensor["name"]
     known = find_field(name)
     if known is None:
-        names = [name for field in FIELDS for name in field.names]
+        names = field_names()
         findings.errors.append(
             f"input {name}: is not known{did_you_mean(name, names)}; known: {', '.join(names)}. Delete it"
         )
@@ -275,8 +269,8 @@ def _check_input(tensor: Config, findings: Findings) -> None:
         _check_tensor("input", tensor, TENSOR_TYPES[known.kind], ([1], [-1]), findings)
     if -1 in _dims(tensor) and not tensor.get("allow_ragged_batch"):
         findings.errors.append(
-            f"input {name}: dims {_dims(tensor)} without allow_ragged_batch, so that requests of different length "
-            f"never share a step. Add allow_ragged_batch: true to it"
+            f"input {name}: dims {_dims(tensor)} without allow_ragged_batch, so that requests of different "
+            f"length never share a step. Add allow_ragged_batch: true to it"
         )
 
 
@@ -288,7 +282,8 @@ def _check_outputs(config: Config, findings: Findings) -> None:
             _check_tensor("output", tensor, (known[name].data_type,), ([1],), findings)
         else:
             findings.errors.append(
-                f"output {name}: is not known{did_you_mean(name, known)}; known: {', '.join(known)}. Delete it"
+                f"output {name}: is not known{did_you_mean(name, known)}; known: {', '.join(known)}. "
+                f"Delete it"
             )
     for output in OUTPUTS:
         if output.name not in declared:
