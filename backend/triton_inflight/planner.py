@@ -146,5 +146,5 @@ def _precedence(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def _turn(sequence: Sequence) -> tuple[bool, tuple[int, int, int]]:
-    """Sort key of a step: sequences with a single pending token first."""
-    return sequence.num_pending > 1, _precedence(sequence)
+    """Sort key of a step: sequences that hold blocks and have a single token pending first."""
+    return sequence.num_computed == 0 or sequence.num_pending > 1, _precedence(sequence)

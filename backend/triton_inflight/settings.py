@@ -348,8 +348,8 @@ def _conflicts(settings: Settings | _Draft) -> list[str]:
         source = "max_running_sequences" if running else "max_batch_size"
         enough = parameter_text("max_num_tokens", str(max(512, at_once)))
         problems.append(
-            f"parameters.max_num_tokens: {settings.max_num_tokens} is less than {source}: {at_once}, and in a "
-            f"step every sequence needs at least one token. Write {enough}"
+            f"parameters.max_num_tokens: {settings.max_num_tokens} is less than {source}: {at_once}, and in "
+            f"a step every sequence needs at least one token. Write {enough}"
         )
     return problems
 
@@ -360,8 +360,8 @@ def _doubts(settings: _Draft) -> list[str]:
     tokens, longest = settings.max_tokens_in_paged_kv_cache, settings.max_seq_len
     if tokens is not None and longest is not None and longest > tokens:
         doubts.append(
-            f"parameters.max_seq_len: {longest} is more than max_tokens_in_paged_kv_cache: {tokens}, so no "
-            f"sequence can grow that long. Raise max_tokens_in_paged_kv_cache, or lower max_seq_len"
+            f"parameters.max_seq_len: {longest} is more than max_tokens_in_paged_kv_cache: {tokens}, so "
+            f"no sequence can grow that long. Raise max_tokens_in_paged_kv_cache, or lower max_seq_len"
         )
     if settings.dtype == "float16" and settings.instances.kind == "KIND_CPU":
         doubts.append(

@@ -176,7 +176,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """How many tokens (prompt and output) the model has positions for; None where the config sets no limit."""
+    """How many tokens (prompt and output) the model has positions for; None where its config says nothing."""
     text_config = config.get_text_config()
     for name in _CONTEXT_LENGTH_NAMES:
         value = getattr(text_config, name, None)
