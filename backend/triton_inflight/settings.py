@@ -340,8 +340,8 @@ def _conflicts(settings: Settings | _Draft) -> list[str]:
     running, batch_size = settings.max_running_sequences, settings.max_batch_size
     if batch_size and running > batch_size:
         problems.append(
-            f"parameters.max_running_sequences: {running} is more than max_batch_size: {batch_size}, the most "
-            f"that Triton hands over at a time. Raise max_batch_size, or delete max_running_sequences"
+            f"parameters.max_running_sequences: {running} is more than max_batch_size: {batch_size}, which "
+            f"is all that Triton hands over at a time. Raise max_batch_size, or delete max_running_sequences"
         )
     at_once = running or batch_size
     if settings.max_num_tokens < at_once:
