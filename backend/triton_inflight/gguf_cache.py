@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
+
 from triton_inflight.errors import ModelError
 
 if TYPE_CHECKING:

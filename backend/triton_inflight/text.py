@@ -63,10 +63,10 @@ class Detokenizer:
     that the prompt left unfinished belongs to the output if the output finishes it, and with an empty prompt
     the text is ``decode(output)``.
 
-    One exception, for tokenizers with byte tokens (``<0x41>``): where a run of byte tokens is not valid UTF-8
-    as a whole, ``decode`` turns the whole run into replacement characters, even the valid characters in it.
-    Text that was sent cannot be taken back, so here each valid character stays and each other byte becomes
-    one replacement character; that is also how the sentencepiece library decodes.
+    One exception, for tokenizers with byte tokens (``<0x41>``): where a run of byte tokens in the tail or the
+    output is not valid UTF-8 as a whole, ``decode`` turns the whole run into replacement characters, even the
+    valid characters in it. Text that was sent cannot be taken back, so here each valid character stays and
+    each other byte becomes one replacement character; that is also how the sentencepiece library decodes.
 
     Never half a character: text is held back while it may still become a character, at most 3 bytes. Each
     push decodes a bounded number of tokens, whatever came before, also when the model emits broken bytes for
