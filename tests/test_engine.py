@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import FAMILIES, generate_all, make_engine, random_prompt, solo, tiny_model
 
+from conftest import FAMILIES, generate_all, make_engine, random_prompt, solo, tiny_model
 from triton_inflight.engine import Engine
 from triton_inflight.errors import RequestError
 from triton_inflight.protocol import GenerationRequest

@@ -127,7 +127,9 @@ def test_random_arrivals_all_finish_within_the_budget_of_blocks_and_tokens(seed:
         store.check()
         assert sum(run.count for run in plan.runs) <= budget
         first = min(live, key=lambda s: (-s.priority, s.order))
-        if first in offered and all(run.sequence.num_pending == 1 for run in plan.runs if run.sequence is not first):
+        if first in offered and all(
+            run.sequence.num_pending == 1 for run in plan.runs if run.sequence is not first
+        ):
             assert first in [run.sequence for run in plan.runs]
         for run in plan.runs:
             sequence = run.sequence

@@ -9,6 +9,7 @@ This module stays light to import: Triton also loads it in a short-lived process
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -17,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
-from triton_inflight.protocol import Delta, GenerationRequest, output_tensors, parse_request
+from triton_inflight.protocol import GenerationRequest, Result, output_tensors, parse_request
 from triton_inflight.settings import Settings, auto_complete
 from triton_inflight.watcher import Watcher
 
 if TYPE_CHECKING:
-    from triton_inflight.engine import Step, Update
+    from triton_inflight.engine import Update
     from triton_inflight.metrics import Family, Metric
 
 log = logging.getLogger("triton_inflight")
@@ -101,6 +101,9 @@ class TritonPythonModel:
         self._settings, warnings = Settings.from_model_config(json.loads(args["model_config"]), directory)
         for warning in warnings:
             log.warning("%s: %s", args["model_name"], warning)
+        if args["model_instance_kind"] == "GPU":
+            device = f"cuda:{args['model_instance_device_id']}"
+            self._settings = dataclasses.replace(self._settings, device=device)
         common = {"model": args["model_name"], "version": args["model_version"]}
         families: dict[str, Any] = {}
 
@@ -144,6 +147,8 @@ class TritonPythonModel:
 
     def _receive(self, request: Any, trip: dict[int, _Visit]) -> None:
         """Take a request into the trip, or answer it at once."""
+        if self._is_padding(request):
+            return
         sequence_id = request.correlation_id()
         flags = request.flags()
         starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
@@ -154,7 +159,7 @@ class TritonPythonModel:
             return
         try:
             if starts:
-                self._start(sequence_id, request, ends)
+                self._start(sequence_id, request)
             elif sequence_id not in self._clients:
                 raise RequestError(
                     f"sequence ID {sequence_id} is not live: its first request must set sequence_start, and a "
@@ -166,7 +171,14 @@ class TritonPythonModel:
         self._watcher.hold(sequence_id, sender)
         trip[sequence_id] = _Visit(request, sender, self._clients[sequence_id], ends)
 
-    def _start(self, sequence_id: int, request: Any, ends: bool) -> None:
+    def _is_padding(self, request: Any) -> bool:
+        """Whether Triton's `direct` strategy made this request up for a slot that has none."""
+        if self._settings.ready_control is None:
+            return False
+        ready = pb_utils.get_input_tensor_by_name(request, self._settings.ready_control)
+        return ready is not None and not ready.as_numpy().any()
+
+    def _start(self, sequence_id: int, request: Any) -> None:
         """Make a new sequence of a request.
 
         Raises:
@@ -253,9 +265,9 @@ class TritonPythonModel:
 
     def _response(self, client: _Client, finish_reason: str | None) -> Any:
         """A response with everything generated but not sent yet."""
-        delta = Delta(client.text, client.num_tokens, finish_reason)
+        result = Result(client.text, finish_reason, client.num_input_tokens, client.num_tokens)
         client.text, client.num_tokens = "", 0
-        tensors = output_tensors(client.request, delta, client.num_input_tokens)
+        tensors = output_tensors(result, client.request)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
     def _refuse(self, sender: Any, error: RequestError) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Rows
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field

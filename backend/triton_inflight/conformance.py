@@ -9,9 +9,9 @@ share steps; the logits of every token must agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -56,7 +56,7 @@ def probe(model: PreTrainedModel, tokens_per_block: int) -> Conformance:
     window = tokens_per_block // 2 + 1
     with torch.inference_mode(), _shrunk_windows(subject, window):
         generator = torch.Generator().manual_seed(0)
-        vocabulary = subject.get_input_embeddings().num_embeddings
+        vocabulary: int = subject.get_input_embeddings().weight.shape[0]  # type: ignore[assignment]
         # Unequal lengths; both cross a block edge and the window.
         prompts = [
             torch.randint(vocabulary, (n,), generator=generator).tolist()
@@ -109,7 +109,7 @@ def _run_in_pieces(
             store.reserve(sequence.sequence_id, 0, sequence.num_computed, sequence.num_computed + count)
         batch = build_batch([Run(*part) for part in piece], store, model.device)
         logits = runner.run_rows(batch, tensors, torch.arange(batch.tokens.shape[1], device=model.device))
-        for (sequence, count), part in zip(piece, logits.split([n for _, n in piece]), strict=True):
+        for (sequence, count), part in zip(piece, torch.split(logits, [n for _, n in piece]), strict=True):
             rows[sequence].append(part)
             sequence.advance(count)
     assert first.num_pending == second.num_pending == 0
@@ -124,16 +124,18 @@ def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     else:
         free = psutil.virtual_memory().available
     if 2 * size <= free // 2:
-        return copy.deepcopy(model).float()
+        copied: PreTrainedModel = copy.deepcopy(model).to(torch.float32)
+        return copied
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(config.num_hidden_layers, _period(config))
-    small = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    return small.to(model.device).eval()  # type: ignore[no-any-return]
+    from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    small = from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return small.to(model.device).eval()
 
 
 def _period(config: PreTrainedConfig) -> int:
     """How many layers it takes to meet every type of layer twice, or once if the second is far."""
-    types = getattr(config, "layer_types", None)
+    types: list[str] | None = getattr(config, "layer_types", None)
     if not types:
         return 2
     firsts = [types.index(kind) + 1 for kind in set(types)]
@@ -143,7 +145,7 @@ def _period(config: PreTrainedConfig) -> int:
 @contextmanager
 def _shrunk_windows(model: PreTrainedModel, window: int) -> Iterator[None]:
     """Make every sliding window small enough for a short probe to cross it, in the config and in the modules."""
-    holders = [model.config, *model.modules()]
+    holders: list[Any] = [model.config, *model.modules()]
     found = [h for h in holders if type(getattr(h, "sliding_window", None)) is int]
     before = [h.sliding_window for h in found]
     for holder in found:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers import PreTrainedConfig
 
 from triton_inflight import weights
 from triton_inflight.conformance import probe
@@ -75,7 +76,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Engine:
 _BUDGET_REMEDY = "lower max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"
 
 
-def _max_seq_len(settings: Settings, config: object) -> int:
+def _max_seq_len(settings: Settings, config: PreTrainedConfig) -> int:
     """The longest sequence served: what the config asks for, bounded by what the model can do."""
     context = weights.context_length(config)
     wanted = freeze_rope(config, settings.max_seq_len)
@@ -123,4 +124,4 @@ def _free_memory(device: torch.device) -> int:
     """Bytes that are free on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return int(psutil.virtual_memory().available)

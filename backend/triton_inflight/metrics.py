@@ -7,7 +7,7 @@ owns the metrics flushes them from a thread of its own, a few times a second.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -77,14 +77,14 @@ class Metrics:
         self._families = {family.name: family for family in FAMILIES}
         self._members: dict[tuple[str, str | None], Metric] = {}
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str | None]] = Counter()
+        self._counts: defaultdict[tuple[str, str | None], float] = defaultdict(float)
         self._gauges: dict[tuple[str, str | None], float] = {}
         self._observations: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def count(self, name: str, value: float = 1, label: str | None = None) -> None:
         """Add to a counter."""
         with self._lock:
-            self._counts[name, label] += value  # type: ignore[assignment]
+            self._counts[name, label] += value
 
     def gauge(self, name: str, value: float, label: str | None = None) -> None:
         """Set a gauge."""
@@ -125,7 +125,7 @@ class Metrics:
     def flush(self) -> None:
         """Report everything noted down; call it from one thread at a time."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
+            counts, self._counts = self._counts, defaultdict(float)
             gauges, self._gauges = self._gauges, {}
         for (name, label), value in counts.items():
             self._member(name, label).increment(value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
+LARGEST = 2**31 - 1
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -27,14 +28,15 @@ class Kind:
 
 
 def integer(lowest: int, highest: int, example: int) -> Kind:
-    """A decimal integer from ``lowest`` to ``highest``."""
+    """A decimal integer from ``lowest`` to ``highest``; LARGEST stands for no particular bound."""
 
     def parse(text: str) -> int:
         _require(re.fullmatch(r"[+-]?[0-9]{1,20}", text))
         _require(lowest <= int(text) <= highest)
         return int(text)
 
-    return Kind(f"an integer from {lowest} to {highest}", str(example), parse)
+    bounds = f", at least {lowest}" if highest == LARGEST else f" from {lowest} to {highest}"
+    return Kind(f"an integer{bounds}", str(example), parse)
 
 
 def choice(*options: str) -> Kind:
@@ -90,7 +92,9 @@ def text() -> Kind:
         _require(text)
         return text
 
-    return Kind("a folder, a .gguf file, a hub id ORG/NAME, or package:NAME/FILE.gguf", "ORG/NAME", parse)
+    return Kind(
+        "a Hugging Face folder, a .gguf file, a hub id ORG/NAME, or package:NAME/FILE.gguf", "ORG/NAME", parse
+    )
 
 
 def patterns() -> Kind:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from triton_inflight import parameter_kinds as kinds
 from triton_inflight.errors import SettingsError
-from triton_inflight.parameter_kinds import Kind
+from triton_inflight.parameter_kinds import LARGEST, Kind
 from triton_inflight.protocol import OUTPUTS, did_you_mean
 from triton_inflight.triton_config import (
     Config,
@@ -200,8 +200,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "model",
         kinds.text(),
-        "The model: a Hugging Face folder or .gguf file (relative to this folder, or absolute), a hub id "
-        "ORG/NAME, or package:NAME/FILE.gguf for a file inside an installed Python package.",
+        "What to serve; relative paths start from this folder.",
     ),
     Parameter(
         "dtype",
@@ -210,7 +209,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "max_tokens_in_paged_kv_cache",
-        kinds.integer(1, 2**31 - 1, 32768),
+        kinds.integer(1, LARGEST, 32768),
         "Tokens whose keys and values the store holds, all sequences together.",
         unset="what max_batch_size sequences may need, within half of the free memory",
     ),
@@ -230,7 +229,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "max_seq_len",
-        kinds.integer(2, 2**31 - 1, 2048),
+        kinds.integer(2, LARGEST, 2048),
         "Most tokens of one sequence, prompt and output together.",
         unset="the model's context",
     ),
@@ -243,7 +242,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "default_max_tokens",
-        kinds.integer(1, 2**31 - 1, 256),
+        kinds.integer(1, LARGEST, 256),
         "Tokens to generate where a request does not say.",
     ),
     Parameter("max_time", kinds.seconds(7 * 24 * 3600), "Seconds after which a sequence is ended."),

@@ -170,8 +170,8 @@ def _check_oldest(oldest: Config, max_batch_size: int, findings: Findings) -> No
     delay = int(oldest.get("max_queue_delay_microseconds", 0))
     if delay:
         findings.warnings.append(
-            f"sequence_batching.oldest.max_queue_delay_microseconds: {delay} is waited for in every step that "
-            f"is not full, and delays every token by as much. Delete it: steps fill up without a delay"
+            f"sequence_batching.oldest.max_queue_delay_microseconds: {delay} is waited for in every step "
+            f"that is not full, and delays every token by as much. Delete it: steps fill up without a delay"
         )
 
 
