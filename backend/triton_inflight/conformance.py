@@ -56,7 +56,8 @@ def probe(model: PreTrainedModel, tokens_per_block: int) -> Conformance:
     window = tokens_per_block // 2 + 1
     with torch.inference_mode(), _shrunk_windows(subject, window):
         generator = torch.Generator().manual_seed(0)
-        vocabulary: int = subject.get_input_embeddings().weight.shape[0]  # type: ignore[assignment]
+        embeddings: Any = subject.get_input_embeddings()
+        vocabulary = embeddings.weight.shape[0]
         # Unequal lengths; both cross a block edge and the window.
         prompts = [
             torch.randint(vocabulary, (n,), generator=generator).tolist()
@@ -124,13 +125,19 @@ def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     else:
         free = psutil.virtual_memory().available
     if 2 * size <= free // 2:
-        copied: PreTrainedModel = copy.deepcopy(model).to(torch.float32)
-        return copied
+        return _to(copy.deepcopy(model), torch.float32)
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(config.num_hidden_layers, _period(config))
     from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
     small = from_config(config, dtype=torch.float32, attn_implementation="eager")
-    return small.to(model.device).eval()
+    small.train(False)
+    return _to(small, model.device)
+
+
+def _to(model: PreTrainedModel, where: torch.dtype | torch.device) -> PreTrainedModel:
+    to: Any = model.to  # transformers' annotation of its own wrapper is wrong
+    moved: PreTrainedModel = to(where)
+    return moved
 
 
 def _period(config: PreTrainedConfig) -> int:

@@ -224,7 +224,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "max_num_tokens",
-        kinds.integer(1, 2**20, 512),
+        kinds.integer(1, LARGEST, 512),
         "Most tokens in one step; longer prompts are read in pieces between the tokens of others.",
     ),
     Parameter(
