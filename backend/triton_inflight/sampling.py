@@ -1,17 +1,363 @@
-"""Sampling: the next token of every row of a step, in one pass."""
+"""Sampling: the next token of every row of a step, in one pass.
+
+The order is that of transformers' ``GenerationMixin._get_logits_processor``, and so is what each part means:
+
+1. ``logit_bias`` (SequenceBias), ``repetition_penalty`` over prompt and output;
+2. ``presence_penalty`` and ``frequency_penalty`` over the output, which transformers does not have: OpenAI's
+   ``score[t] -= count[t] * frequency + (count[t] > 0) * presence``;
+3. ``bad_words``, ``min_tokens``;
+4. where the temperature is not 0: ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, then a draw.
+
+Work over the whole vocabulary happens on the logits' device, in blocks of 64 tokens: the largest score of each
+block and, where needed, its sum of exp(score). They tell which few blocks can hold tokens that a row keeps; only
+these come to the host, which finishes in float64.
+
+A row's token does not depend on the other rows: every device operation works on single elements or on whole
+blocks of 64, and every sum on the host is a cumulative one, in order, where padding adds zeros at the end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from triton_inflight.sampling_state import Floats, Ids, SamplingState, uniforms
 
-def sample(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row.
+NO_TOKEN = -1
+_BLOCK = 64
+# Finite, so that what is banned or padding (-inf) is never above it.
+_LOWEST = float(np.finfo(np.float32).min)
+# Rows that keep more candidates than this are finished one by one, so that they do not make the others wide.
+_NARROW = 4096
+_NO_KEY = np.uint64(2**64 - 1)
+_LOW_WORD = np.uint64(0xFFFFFFFF)
+
+Float32s = npt.NDArray[np.float32]
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState] = ()) -> list[int]:
+    """Choose the next token of each row; the caller then tells each state with ``append``.
+
+    Args:
+        logits: (S, vocabulary) float32, on any device; not changed.
+        states: one for each row, or none where every row takes its most likely token.
+
+    Returns:
+        S token ids. Of equal scores the first wins where the temperature is 0, as in transformers' greedy search.
+        ``NO_TOKEN`` for a row without a token to choose: its scores are not numbers, or all are banned.
+    """
+    assert len(states) in (0, len(logits)), (len(states), len(logits))
+    active = [row for row, state in enumerate(states) if not state.is_plain]
+    if not active:
+        return greedy(logits).tolist()
+    tokens = np.full(len(logits), NO_TOKEN) if len(active) == len(logits) else greedy(logits)
+    tokens[active] = _Pass(logits, active, [states[row] for row in active]).draw()
+    return tokens.tolist()
+
+
+def probabilities(logits: torch.Tensor, states: Sequence[SamplingState]) -> Floats:
+    """What ``sample`` draws from, for inspection: (S, vocabulary) float64, 0 for tokens that cannot come.
+
+    Rows sum up to 1; a row without a token to choose is all 0.
+    """
+    return _Pass(logits, list(range(len(states))), states).probabilities()
+
+
+def greedy(logits: torch.Tensor) -> Ids:
+    """The first of the largest scores of each (S, vocabulary) row, as (S,) int64; ``NO_TOKEN`` as in ``sample``."""
+    if logits.device.type == "cpu":
+        # numpy's argmax is vectorised: a tenth of the time of torch's.
+        scores = logits.detach().numpy()
+        tokens = scores.argmax(axis=-1)
+        best = scores[np.arange(len(tokens)), tokens]
+    else:
+        largest = logits.max(dim=-1)
+        tokens, best = largest.indices.cpu().numpy(), largest.values.cpu().numpy()
+    return np.where(np.isfinite(best), tokens, NO_TOKEN)
+
+
+class _Pass:
+    """The rows of a step that need more than their most likely token.
 
     Args:
         logits: (S, vocabulary) float32.
-
-    Returns:
-        S token ids. Of equal logits the first wins, as in transformers' greedy search.
+        rows: A rows of it.
+        states: their A states.
     """
-    return logits.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def __init__(self, logits: torch.Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
+        self.states = states
+        self.vocabulary = logits.shape[1]
+        self.device = logits.device
+        knobs = np.array([state.knobs for state in states], dtype=np.float64)
+        self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p = knobs.T
+        self.top_k = np.where(self.top_k < self.vocabulary, self.top_k, 0).astype(np.int64)
+
+        num_blocks = -(-self.vocabulary // _BLOCK)
+        padded = torch.empty(len(rows), num_blocks * _BLOCK, device=self.device)
+        padded[:, self.vocabulary :] = -torch.inf
+        own = padded[:, : self.vocabulary]
+        own.copy_(logits if len(rows) == len(logits) else logits[rows])
+        _edit(own, states)
+        padded /= self._upload(self.temperature.astype(np.float32))[:, None]
+        self.scores = padded.view(len(rows), num_blocks, _BLOCK)
+        self.maxima: Float32s = self.scores.amax(dim=-1).cpu().numpy()
+        self.largest: Float32s = self.maxima.max(axis=1)
+
+        valid = np.isfinite(self.largest)
+        is_greedy = np.array([state.params.is_greedy for state in states])
+        limited = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.typical_p < 1)
+        self.greedy_rows = np.flatnonzero(valid & is_greedy)
+        self.limited_rows = np.flatnonzero(valid & ~is_greedy & limited)
+        self.free_rows = np.flatnonzero(valid & ~is_greedy & ~limited)
+
+    @torch.inference_mode()
+    def draw(self) -> Ids:
+        """(A,) token ids."""
+        tokens = np.full(len(self.states), NO_TOKEN)
+        if len(self.greedy_rows):
+            tokens[self.greedy_rows] = self._most_likely()
+        if len(self.greedy_rows) == len(self.states):
+            return tokens
+        chances = uniforms(self.states)
+        if len(self.free_rows):
+            tokens[self.free_rows] = self._draw_free(chances[self.free_rows])
+        for rows, ids, weights in self._limited():
+            tokens[rows] = ids[np.arange(len(rows)), _pick(weights, chances[rows])]
+        return tokens
+
+    @torch.inference_mode()
+    def probabilities(self) -> Floats:
+        """(A, vocabulary) float64."""
+        result = np.zeros((len(self.states), self.vocabulary))
+        if len(self.greedy_rows):
+            result[self.greedy_rows, self._most_likely()] = 1
+        if len(self.free_rows):
+            masses = self._masses(self.free_rows).flatten(1)[:, : self.vocabulary]
+            result[self.free_rows] = masses.cpu().numpy()
+        for rows, ids, weights in self._limited():
+            # Padding has weight 0 and may carry any id, so it must not overwrite a token's weight.
+            row, column = np.nonzero(weights)
+            result[rows[row], ids[row, column]] = weights[row, column]
+        total = result.sum(axis=1, keepdims=True)
+        return np.divide(result, total, out=result, where=total > 0)
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _rows_of_scores(self, rows: Ids) -> torch.Tensor:
+        return self.scores if len(rows) == len(self.scores) else self.scores[self._upload(rows)]
+
+    def _most_likely(self) -> Ids:
+        return greedy(self._rows_of_scores(self.greedy_rows).flatten(1))
+
+    def _masses(self, rows: Ids) -> torch.Tensor:
+        """exp(score - the row's largest score), in blocks: (R, blocks, 64) float32."""
+        largest = self._upload(self.largest[rows])
+        return (self._rows_of_scores(rows) - largest[:, None, None]).exp_()
+
+    def _draw_free(self, chances: Floats) -> Ids:
+        """Draw from all tokens: first a block by its sum, then a token in it."""
+        masses = self._masses(self.free_rows)
+        sums = masses.sum(dim=-1).double().cpu().numpy()
+        blocks = _pick(sums, chances)
+        every = np.arange(len(blocks))
+        # What is left of the chance within its block.
+        ends = np.cumsum(sums, axis=1)
+        rest = chances * ends[:, -1] - (ends[every, blocks] - sums[every, blocks])
+        inside = masses[self._upload(every), self._upload(blocks)].double().cpu().numpy()
+        return blocks * _BLOCK + _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
+
+    def _limited(self) -> Iterator[tuple[Ids, Ids, Floats]]:
+        """The limited rows in groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
+        rows = self.limited_rows
+        if not len(rows):
+            return
+        floors, masses = self._floors(rows)
+        row, ids, scores = self._candidates(rows, floors)
+        counts = np.bincount(row, minlength=len(rows))
+        narrow = np.flatnonzero(counts <= _NARROW)
+        wide = np.flatnonzero(counts > _NARROW)
+        starts = np.cumsum(counts) - counts
+        for group in (narrow, *wide[:, None]):
+            if len(group):
+                picked = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in group])
+                group_ids, group_scores = _sorted_matrix(counts[group], ids[picked], scores[picked])
+                yield rows[group], group_ids, self._weights(rows[group], group_scores, masses[group])
+
+    def _floors(self, rows: Ids) -> tuple[Float32s, Floats]:
+        """Scores below which a row surely keeps nothing, and each row's mass where ``top_p`` alone needs it."""
+        floors = np.full(len(rows), _LOWEST, np.float32)
+        masses = np.zeros(len(rows))
+        maxima = self.maxima[rows]
+        descending = -np.sort(-maxima, axis=1)
+
+        # The k-th largest maximum: k tokens at least are not below it.
+        k = self.top_k[rows]
+        has_k = np.flatnonzero((k > 0) & (k <= maxima.shape[1]))
+        floors[has_k] = descending[has_k, k[has_k] - 1]
+
+        nucleus = np.flatnonzero((k == 0) & (self.top_p[rows] < 1))
+        if len(nucleus):
+            sums = self._masses(rows[nucleus]).sum(dim=-1).double().cpu().numpy()
+            floors[nucleus], masses[nucleus] = _nucleus_floors(
+                sums, maxima[nucleus], self.largest[rows[nucleus]], self.top_p[rows[nucleus]]
+            )
+
+        # With a margin for the rounding of the float32 scores; `_weights` decides exactly.
+        by_min_p = np.flatnonzero((self.min_p[rows] > 0) & (self.top_p[rows] == 1))
+        largest = self.largest[rows[by_min_p]]
+        margin = 1e-3 + 1e-6 * np.abs(largest)
+        min_p_floors = largest + np.log(self.min_p[rows[by_min_p]]) - margin
+        floors[by_min_p] = np.maximum(floors[by_min_p], min_p_floors)
+        return np.maximum(floors, np.float32(_LOWEST)), masses
+
+    def _candidates(self, rows: Ids, floors: Float32s) -> tuple[Ids, Ids, Float32s]:
+        """All scores not below their row's floor: (N,) row (index into ``rows``, ascending), token id, score."""
+        row, block = np.nonzero(self.maxima[rows] >= floors[:, None])
+        picked: Float32s = self.scores[self._upload(rows[row]), self._upload(block)].cpu().numpy()
+        which, offset = np.nonzero(picked >= floors[row][:, None])
+        return row[which], block[which] * _BLOCK + offset, picked[which, offset]
+
+    def _weights(self, rows: Ids, scores: Float32s, masses: Floats) -> Floats:
+        """Weights in proportion to the probabilities that top_k, top_p, min_p and typical_p leave.
+
+        Args:
+            rows: R.
+            scores: (R, W), descending in each row, then -inf.
+            masses: (R,) sum of exp(score - the largest) over the whole vocabulary, for rows with top_p but no top_k.
+        """
+        weights = np.exp(scores.astype(np.float64) - scores[:, :1])
+        k = self.top_k[rows]
+        last = scores[np.arange(len(rows)), np.clip(k, 1, scores.shape[1]) - 1]
+        weights[(scores < last[:, None]) & (k > 0)[:, None]] = 0
+
+        top_p = self.top_p[rows]
+        if (top_p < 1).any():
+            ends = np.cumsum(weights, axis=1)
+            total = np.where(masses > 0, masses, ends[:, -1])
+            allowed = np.where(top_p < 1, top_p * total, np.inf)
+            weights[ends - weights >= allowed[:, None]] = 0
+
+        weights[weights < self.min_p[rows][:, None]] = 0
+        typical = np.flatnonzero(self.typical_p[rows] < 1)
+        if len(typical):
+            weights[typical] = _typical(weights[typical], self.typical_p[rows[typical]])
+        return weights
+
+
+def _edit(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Bias, penalise and ban single tokens, in place. scores: (R, vocabulary)."""
+    vocabulary, device = scores.shape[1], scores.device
+    edited = [(row, state) for row, state in enumerate(states) if state.params.edits_scores]
+
+    def spread(parts: list[tuple[int, Ids, Floats]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, ids and values of all parts; a prompt may hold tokens that the head has no score for."""
+        rows = np.concatenate([np.full(len(ids), row) for row, ids, _ in parts])
+        ids = np.concatenate([ids for _, ids, _ in parts])
+        values = np.concatenate([values for _, _, values in parts]).astype(np.float32)
+        known = ids < vocabulary
+        return tuple(torch.from_numpy(part[known]).to(device) for part in (rows, ids, values))  # type: ignore[return-value]
+
+    biased = [(row, s.biased, s.biases) for row, s in edited if len(s.biased)]
+    if biased:
+        rows, ids, values = spread(biased)
+        scores[rows, ids] += values
+    repeated = [
+        (row, s.repeated.ids, np.full(len(s.repeated.ids), s.params.repetition_penalty))
+        for row, s in edited
+        if s.repeated is not None
+    ]
+    if repeated:
+        rows, ids, values = spread(repeated)
+        before = scores[rows, ids]
+        scores[rows, ids] = torch.where(before < 0, before * values, before / values)
+    said = [
+        (row, s.output.ids, s.output.counts * s.params.frequency_penalty + s.params.presence_penalty)
+        for row, s in edited
+        if s.output is not None
+    ]
+    if said:
+        rows, ids, values = spread(said)
+        scores[rows, ids] -= values
+    banned = [(row, np.array(ids), np.zeros(len(ids))) for row, s in edited if (ids := s.banned())]
+    if banned:
+        rows, ids, _ = spread(banned)
+        scores[rows, ids] = -torch.inf
+
+
+def _nucleus_floors(
+    sums: Floats, maxima: Float32s, largest: Float32s, top_p: Floats
+) -> tuple[Float32s, Floats]:
+    """Floors that no token of the nucleus lies below, and the rows' masses.
+
+    The tokens that top_p removes are those whose masses sum up, from the smallest, to at most (1 - top_p) of all.
+    With a block's maximum as the floor, what is below it are the blocks with smaller maxima, whose sums are known,
+    and at most 63 tokens in each other block, none above the floor. The first maximum in descending order for
+    which all that is at most (1 - top_p) of the mass is a safe floor.
+
+    Args:
+        sums: (R, blocks) of exp(score - largest).
+        maxima: (R, blocks) largest score of each block.
+        largest: (R,) of each row.
+        top_p: (R,).
+    """
+    order = np.argsort(-maxima, axis=1)
+    maxima = np.take_along_axis(maxima, order, axis=1)
+    ends = np.cumsum(np.take_along_axis(sums, order, axis=1), axis=1)
+    masses = ends[:, -1]
+    num_blocks = np.arange(1, maxima.shape[1] + 1)
+    in_kept_blocks = (_BLOCK - 1) * num_blocks * np.exp(maxima.astype(np.float64) - largest[:, None])
+    # A hair less than what is allowed, for sums in float32.
+    safe = masses[:, None] - ends + in_kept_blocks <= ((1 - top_p) * 0.999 * masses)[:, None]
+    first = safe.argmax(axis=1)
+    every = np.arange(len(first))
+    return np.where(safe[every, first], maxima[every, first], np.float32(_LOWEST)), masses
+
+
+def _sorted_matrix(counts: Ids, ids: Ids, scores: Float32s) -> tuple[Ids, Float32s]:
+    """Candidates as (R, W) matrices, by descending score and then ascending id; padding has the score -inf.
+
+    Args:
+        counts: (R,) candidates of each row.
+        ids, scores: (N,), row after row.
+    """
+    # One integer per candidate that sorts as wanted: the score's bits, made to sort downwards, above the id.
+    bits = scores.view(np.uint32)
+    downwards = np.where(bits >> 31 == 1, bits, ~bits & np.uint32(0x7FFFFFFF)).astype(np.uint64)
+    keys = np.full((len(counts), counts.max()), _NO_KEY)
+    filled = np.arange(counts.max()) < counts[:, None]
+    keys[filled] = downwards << np.uint64(32) | ids.astype(np.uint64)
+    keys.sort(axis=1)
+    downwards = (keys >> np.uint64(32)).astype(np.uint32)
+    bits = np.where(downwards >> 31 == 1, downwards, ~downwards & np.uint32(0x7FFFFFFF))
+    return (keys & _LOW_WORD).astype(np.int64), np.where(filled, bits.view(np.float32), -np.float32(np.inf))
+
+
+def _typical(weights: Floats, mass: Floats) -> Floats:
+    """Keep the tokens whose information is closest to its expectation, up to a mass (Meister et al., 2022)."""
+    total = np.cumsum(weights, axis=1)[:, -1:]
+    chances = weights / total
+    information = -np.log(chances, out=np.full_like(chances, -np.inf), where=chances > 0)
+    entropy = np.cumsum(np.where(chances > 0, chances * np.where(chances > 0, information, 0), 0), axis=1)[:, -1:]
+    distance = np.abs(information - entropy)
+    order = np.argsort(distance, axis=1, kind="stable")
+    reached = np.cumsum(np.take_along_axis(chances, order, axis=1), axis=1)
+    last = np.minimum((reached < mass[:, None]).sum(axis=1), weights.shape[1] - 1)
+    limit = np.take_along_axis(distance, np.take_along_axis(order, last[:, None], axis=1), axis=1)
+    return np.where(distance > limit, 0, weights)
+
+
+def _pick(weights: Floats, chances: Floats) -> Ids:
+    """Invert the cumulative distribution: (R,) columns of (R, W) weights, for chances from 0 to 1.
+
+    A column without weight is never picked, wherever rounding puts the chance.
+    """
+    ends = np.cumsum(weights, axis=1)
+    picked = (ends <= (chances * ends[:, -1])[:, None]).sum(axis=1)
+    last = (ends < ends[:, -1:]).sum(axis=1)
+    return np.minimum(picked, last)
