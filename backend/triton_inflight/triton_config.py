@@ -136,7 +136,7 @@ def _check_sequence_batching(config: Config, findings: Findings) -> None:
 
 
 def _check_idle(idle: int, findings: Findings) -> None:
-    given = f"sequence_batching.max_sequence_idle_microseconds: {idle} ({idle / _SECOND:g} s)"
+    given = f"sequence_batching.max_sequence_idle_microseconds: {idle} ({idle / _SECOND:.9g} s)"
     if idle == TRITONS_DEFAULT_IDLE:
         given += ", Triton's default,"
     remedy = f"Write max_sequence_idle_microseconds: {SUGGESTED_IDLE} (1 h)"

