@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 _LINES_OF_LAST_RESORT = 5
-_MODEL_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)", re.DOTALL)
 # In order of preference: what says more comes first.
 _REASONS = (
-    _MODEL_FAILED,
+    re.compile(r"failed to load '([^']+)' version \d+: (.*)", re.DOTALL),
     re.compile(r"(Error parsing text-format inference\.ModelConfig: .*)"),
     re.compile(r"Poll failed for model directory '([^']+)': (.*)", re.DOTALL),
     re.compile(r"failed to poll model '([^']+)': (.*)", re.DOTALL),
@@ -26,7 +25,8 @@ _GLOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ \d+ \S+?\] ")
 def read_log(path: Path) -> list[str]:
     """The messages of a log, with Triton's prefixes taken off and its escaped line breaks restored."""
     text = path.read_text(errors="replace") if path.exists() else ""
-    return [_unescape(_GLOG_PREFIX.sub("", line)) for line in text.splitlines() if line.strip()]
+    messages = (_unescape(_GLOG_PREFIX.sub("", line)) for line in text.splitlines())
+    return [message for message in messages if message.strip()]
 
 
 def failure_reason(path: Path) -> str:
@@ -38,11 +38,6 @@ def failure_reason(path: Path) -> str:
             # dict: the same cause may be logged more than once.
             return "\n".join(dict.fromkeys(": ".join(map(_tidy, match.groups())) for match in found))
     return "\n".join(messages[-_LINES_OF_LAST_RESORT:]) or "it wrote nothing to its log"
-
-
-def failed_models(path: Path) -> list[str]:
-    """Names of the models that the log says did not load."""
-    return [match[1] for message in read_log(path) if (match := _MODEL_FAILED.search(message))]
 
 
 def lost_a_port(path: Path) -> bool:
