@@ -19,6 +19,7 @@ blocks of 64, and every sum on the host is a cumulative one, in order, where pad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +52,11 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState] = ()) -> list[i
     """
     assert len(states) in (0, len(logits)), (len(states), len(logits))
     active = [row for row, state in enumerate(states) if not state.is_plain]
-    if not active:
-        return greedy(logits).tolist()
-    tokens = np.full(len(logits), NO_TOKEN) if len(active) == len(logits) else greedy(logits)
-    tokens[active] = _Pass(logits, active, [states[row] for row in active]).draw()
-    return tokens.tolist()
+    chosen = np.full(len(logits), NO_TOKEN) if active and len(active) == len(logits) else greedy(logits)
+    if active:
+        chosen[active] = _Pass(logits, active, [states[row] for row in active]).draw()
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
 def probabilities(logits: torch.Tensor, states: Sequence[SamplingState]) -> Floats:
@@ -77,6 +78,21 @@ def greedy(logits: torch.Tensor) -> Ids:
         largest = logits.max(dim=-1)
         tokens, best = largest.indices.cpu().numpy(), largest.values.cpu().numpy()
     return np.where(np.isfinite(best), tokens, NO_TOKEN)
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """Rows that draw from part of the vocabulary.
+
+    Attributes:
+        rows: R.
+        floors: (R,) scores below which they keep nothing.
+        masses: (R,) sum of exp(score - the largest) over the whole vocabulary, where it is known.
+    """
+
+    rows: Ids
+    floors: Floats
+    masses: Floats | None = None
 
 
 class _Pass:
@@ -110,10 +126,11 @@ class _Pass:
 
         valid = np.isfinite(self.largest)
         is_greedy = np.array([state.params.is_greedy for state in states])
-        limited = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.typical_p < 1)
         self.greedy_rows = np.flatnonzero(valid & is_greedy)
-        self.limited_rows = np.flatnonzero(valid & ~is_greedy & limited)
-        self.free_rows = np.flatnonzero(valid & ~is_greedy & ~limited)
+        # The rest: what they keep is found first, or they draw from all tokens and see whether that one is kept.
+        finds_first = (self.top_k > 0) | (self.typical_p < 1) | ((self.min_p > 0) & (self.top_p == 1))
+        self.limited_rows = np.flatnonzero(valid & ~is_greedy & finds_first)
+        self.free_rows = np.flatnonzero(valid & ~is_greedy & ~finds_first)
 
     @torch.inference_mode()
     def draw(self) -> Ids:
@@ -123,10 +140,13 @@ class _Pass:
             tokens[self.greedy_rows] = self._most_likely()
         if len(self.greedy_rows) == len(self.states):
             return tokens
-        chances = uniforms(self.states)
+        chances, second_chances = uniforms(self.states)
+        limited = [_Limited(self.limited_rows, self._floors(self.limited_rows))]
         if len(self.free_rows):
-            tokens[self.free_rows] = self._draw_free(chances[self.free_rows])
-        for rows, ids, weights in self._limited():
+            tokens[self.free_rows], refused = self._draw_free(chances[self.free_rows])
+            chances[refused.rows] = second_chances[refused.rows]
+            limited.append(refused)
+        for rows, ids, weights in self._kept(limited):
             tokens[rows] = ids[np.arange(len(rows)), _pick(weights, chances[rows])]
         return tokens
 
@@ -136,10 +156,10 @@ class _Pass:
         result = np.zeros((len(self.states), self.vocabulary))
         if len(self.greedy_rows):
             result[self.greedy_rows, self._most_likely()] = 1
-        if len(self.free_rows):
-            masses = self._masses(self.free_rows).flatten(1)[:, : self.vocabulary]
-            result[self.free_rows] = masses.cpu().numpy()
-        for rows, ids, weights in self._limited():
+        free = _Limited(self.free_rows, np.full(len(self.free_rows), _LOWEST))
+        for rows, ids, weights in self._kept(
+            [_Limited(self.limited_rows, self._floors(self.limited_rows)), free]
+        ):
             # Padding has weight 0 and may carry any id, so it must not overwrite a token's weight.
             row, column = np.nonzero(weights)
             result[rows[row], ids[row, column]] = weights[row, column]
@@ -160,61 +180,79 @@ class _Pass:
         largest = self._upload(self.largest[rows])
         return (self._rows_of_scores(rows) - largest[:, None, None]).exp_()
 
-    def _draw_free(self, chances: Floats) -> Ids:
-        """Draw from all tokens: first a block by its sum, then a token in it."""
-        masses = self._masses(self.free_rows)
+    def _draw_free(self, chances: Floats) -> tuple[Ids, _Limited]:
+        """Draw from all tokens: a block by its sum, then a token in it; refuse what top_p or min_p would drop.
+
+        The tokens that top_p and min_p keep are the most likely ones down to some score, so none of them scores
+        less than a refused token. To draw a refused row again, from what it keeps, gives each of these the
+        probability that it should have: p + (1 - kept) * p / kept = p / kept.
+
+        Returns:
+            Tokens of the free rows; the rows to be drawn again.
+        """
+        rows = self.free_rows
+        masses = self._masses(rows)
         sums = masses.sum(dim=-1).double().cpu().numpy()
         blocks = _pick(sums, chances)
-        every = np.arange(len(blocks))
-        # What is left of the chance within its block.
+        every = np.arange(len(rows))
         ends = np.cumsum(sums, axis=1)
-        rest = chances * ends[:, -1] - (ends[every, blocks] - sums[every, blocks])
+        total = ends[:, -1]
+        rest = chances * total - (ends[every, blocks] - sums[every, blocks])
         inside = masses[self._upload(every), self._upload(blocks)].double().cpu().numpy()
-        return blocks * _BLOCK + _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
+        offsets = _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
+        tokens = blocks * _BLOCK + offsets
 
-    def _limited(self) -> Iterator[tuple[Ids, Ids, Floats]]:
-        """The limited rows in groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
-        rows = self.limited_rows
+        nucleus = np.flatnonzero(self.top_p[rows] < 1)
+        if not len(nucleus):
+            return tokens, _Limited(rows[:0], total[:0])
+        mass = inside[every, offsets][nucleus]
+        others = masses if len(nucleus) == len(rows) else masses[self._upload(nucleus)]
+        others.masked_fill_(others < self._upload(mass.astype(np.float32))[:, None, None], 0)
+        at_least = np.cumsum(others.sum(dim=-1).double().cpu().numpy(), axis=1)[:, -1]
+        dropped = at_least - mass >= self.top_p[rows[nucleus]] * total[nucleus]
+        again = nucleus[dropped | (mass < self.min_p[rows[nucleus]])]
+        floors = (
+            self.scores[tuple(map(self._upload, (rows[again], blocks[again], offsets[again])))].cpu().numpy()
+        )
+        return tokens, _Limited(rows[again], floors, total[again])
+
+    def _kept(self, limited: Sequence[_Limited]) -> Iterator[tuple[Ids, Ids, Floats]]:
+        """In groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
+        rows = np.concatenate([part.rows for part in limited])
         if not len(rows):
             return
-        floors, masses = self._floors(rows)
+        floors = np.concatenate([part.floors for part in limited]).astype(np.float32)
+        masses = np.concatenate([np.zeros(len(p.rows)) if p.masses is None else p.masses for p in limited])
         row, ids, scores = self._candidates(rows, floors)
         counts = np.bincount(row, minlength=len(rows))
-        narrow = np.flatnonzero(counts <= _NARROW)
-        wide = np.flatnonzero(counts > _NARROW)
         starts = np.cumsum(counts) - counts
+        narrow, wide = np.flatnonzero(counts <= _NARROW), np.flatnonzero(counts > _NARROW)
         for group in (narrow, *wide[:, None]):
             if len(group):
-                picked = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in group])
-                group_ids, group_scores = _sorted_matrix(counts[group], ids[picked], scores[picked])
-                yield rows[group], group_ids, self._weights(rows[group], group_scores, masses[group])
+                own = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in group])
+                sorted_ids, sorted_scores = _sorted_matrix(counts[group], ids[own], scores[own])
+                yield rows[group], sorted_ids, self._weights(rows[group], sorted_scores, masses[group])
 
-    def _floors(self, rows: Ids) -> tuple[Float32s, Floats]:
-        """Scores below which a row surely keeps nothing, and each row's mass where ``top_p`` alone needs it."""
-        floors = np.full(len(rows), _LOWEST, np.float32)
-        masses = np.zeros(len(rows))
-        maxima = self.maxima[rows]
-        descending = -np.sort(-maxima, axis=1)
-
-        # The k-th largest maximum: k tokens at least are not below it.
+    def _floors(self, rows: Ids) -> Floats:
+        """Scores below which a row surely keeps nothing: (R,)."""
+        floors = np.full(len(rows), _LOWEST)
         k = self.top_k[rows]
-        has_k = np.flatnonzero((k > 0) & (k <= maxima.shape[1]))
-        floors[has_k] = descending[has_k, k[has_k] - 1]
-
-        nucleus = np.flatnonzero((k == 0) & (self.top_p[rows] < 1))
-        if len(nucleus):
-            sums = self._masses(rows[nucleus]).sum(dim=-1).double().cpu().numpy()
-            floors[nucleus], masses[nucleus] = _nucleus_floors(
-                sums, maxima[nucleus], self.largest[rows[nucleus]], self.top_p[rows[nucleus]]
-            )
-
-        # With a margin for the rounding of the float32 scores; `_weights` decides exactly.
+        by_blocks = np.flatnonzero((k > 0) & (k <= self.maxima.shape[1]))
+        if len(by_blocks):
+            # The k-th largest maximum of a block: k tokens at least are not below it.
+            descending = -np.sort(-self.maxima[rows[by_blocks]], axis=1)
+            floors[by_blocks] = descending[np.arange(len(by_blocks)), k[by_blocks] - 1]
+        by_tokens = np.flatnonzero(k > self.maxima.shape[1])
+        if len(by_tokens):
+            largest = self._rows_of_scores(rows[by_tokens]).flatten(1).topk(k.max()).values
+            lowest = largest[self._upload(np.arange(len(by_tokens))), self._upload(k[by_tokens] - 1)]
+            floors[by_tokens] = lowest.cpu().numpy()
         by_min_p = np.flatnonzero((self.min_p[rows] > 0) & (self.top_p[rows] == 1))
-        largest = self.largest[rows[by_min_p]]
-        margin = 1e-3 + 1e-6 * np.abs(largest)
-        min_p_floors = largest + np.log(self.min_p[rows[by_min_p]]) - margin
-        floors[by_min_p] = np.maximum(floors[by_min_p], min_p_floors)
-        return np.maximum(floors, np.float32(_LOWEST)), masses
+        if len(by_min_p):
+            # With a margin for the rounding of the scores; `_weights` decides exactly.
+            scores = self.largest[rows[by_min_p]] + np.log(self.min_p[rows[by_min_p]])
+            floors[by_min_p] = np.maximum(floors[by_min_p], scores - 1e-3 - 1e-6 * np.abs(scores))
+        return np.maximum(floors, _LOWEST)
 
     def _candidates(self, rows: Ids, floors: Float32s) -> tuple[Ids, Ids, Float32s]:
         """All scores not below their row's floor: (N,) row (index into ``rows``, ascending), token id, score."""
@@ -229,7 +267,7 @@ class _Pass:
         Args:
             rows: R.
             scores: (R, W), descending in each row, then -inf.
-            masses: (R,) sum of exp(score - the largest) over the whole vocabulary, for rows with top_p but no top_k.
+            masses: (R,) as in ``_Limited``; 0: what ``scores`` has is the whole.
         """
         weights = np.exp(scores.astype(np.float64) - scores[:, :1])
         k = self.top_k[rows]
@@ -284,67 +322,41 @@ def _edit(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
     if said:
         rows, ids, values = spread(said)
         scores[rows, ids] -= values
-    banned = [(row, np.array(ids), np.zeros(len(ids))) for row, s in edited if (ids := s.banned())]
+    banned = [(row, np.array(bad), np.zeros(len(bad))) for row, s in edited if (bad := s.banned())]
     if banned:
         rows, ids, _ = spread(banned)
         scores[rows, ids] = -torch.inf
 
 
-def _nucleus_floors(
-    sums: Floats, maxima: Float32s, largest: Float32s, top_p: Floats
-) -> tuple[Float32s, Floats]:
-    """Floors that no token of the nucleus lies below, and the rows' masses.
-
-    The tokens that top_p removes are those whose masses sum up, from the smallest, to at most (1 - top_p) of all.
-    With a block's maximum as the floor, what is below it are the blocks with smaller maxima, whose sums are known,
-    and at most 63 tokens in each other block, none above the floor. The first maximum in descending order for
-    which all that is at most (1 - top_p) of the mass is a safe floor.
-
-    Args:
-        sums: (R, blocks) of exp(score - largest).
-        maxima: (R, blocks) largest score of each block.
-        largest: (R,) of each row.
-        top_p: (R,).
-    """
-    order = np.argsort(-maxima, axis=1)
-    maxima = np.take_along_axis(maxima, order, axis=1)
-    ends = np.cumsum(np.take_along_axis(sums, order, axis=1), axis=1)
-    masses = ends[:, -1]
-    num_blocks = np.arange(1, maxima.shape[1] + 1)
-    in_kept_blocks = (_BLOCK - 1) * num_blocks * np.exp(maxima.astype(np.float64) - largest[:, None])
-    # A hair less than what is allowed, for sums in float32.
-    safe = masses[:, None] - ends + in_kept_blocks <= ((1 - top_p) * 0.999 * masses)[:, None]
-    first = safe.argmax(axis=1)
-    every = np.arange(len(first))
-    return np.where(safe[every, first], maxima[every, first], np.float32(_LOWEST)), masses
-
-
 def _sorted_matrix(counts: Ids, ids: Ids, scores: Float32s) -> tuple[Ids, Float32s]:
-    """Candidates as (R, W) matrices, by descending score and then ascending id; padding has the score -inf.
+    """Candidates as (R, W) matrices, by descending score and then id; padding has the score -inf.
+
+    That is the order of torch's stable sort, backwards: where top_p splits tokens of one score, it keeps those
+    that transformers keeps.
 
     Args:
         counts: (R,) candidates of each row.
         ids, scores: (N,), row after row.
     """
-    # One integer per candidate that sorts as wanted: the score's bits, made to sort downwards, above the id.
+    # One integer per candidate that sorts as wanted: the score's bits, above the id's, both made to sort downwards.
     bits = scores.view(np.uint32)
     downwards = np.where(bits >> 31 == 1, bits, ~bits & np.uint32(0x7FFFFFFF)).astype(np.uint64)
     keys = np.full((len(counts), counts.max()), _NO_KEY)
     filled = np.arange(counts.max()) < counts[:, None]
-    keys[filled] = downwards << np.uint64(32) | ids.astype(np.uint64)
+    keys[filled] = downwards << np.uint64(32) | _LOW_WORD - ids.astype(np.uint64)
     keys.sort(axis=1)
     downwards = (keys >> np.uint64(32)).astype(np.uint32)
     bits = np.where(downwards >> 31 == 1, downwards, ~downwards & np.uint32(0x7FFFFFFF))
-    return (keys & _LOW_WORD).astype(np.int64), np.where(filled, bits.view(np.float32), -np.float32(np.inf))
+    ids = (_LOW_WORD - (keys & _LOW_WORD)).astype(np.int64)
+    return ids, np.where(filled, bits.view(np.float32), -np.float32(np.inf))
 
 
 def _typical(weights: Floats, mass: Floats) -> Floats:
     """Keep the tokens whose information is closest to its expectation, up to a mass (Meister et al., 2022)."""
-    total = np.cumsum(weights, axis=1)[:, -1:]
-    chances = weights / total
-    information = -np.log(chances, out=np.full_like(chances, -np.inf), where=chances > 0)
-    entropy = np.cumsum(np.where(chances > 0, chances * np.where(chances > 0, information, 0), 0), axis=1)[:, -1:]
-    distance = np.abs(information - entropy)
+    chances = weights / np.cumsum(weights, axis=1)[:, -1:]
+    information = -np.log(chances, out=np.zeros_like(chances), where=chances > 0)
+    entropy = np.cumsum(chances * information, axis=1)[:, -1:]
+    distance = np.where(chances > 0, np.abs(information - entropy), np.inf)
     order = np.argsort(distance, axis=1, kind="stable")
     reached = np.cumsum(np.take_along_axis(chances, order, axis=1), axis=1)
     last = np.minimum((reached < mass[:, None]).sum(axis=1), weights.shape[1] - 1)
@@ -360,4 +372,5 @@ def _pick(weights: Floats, chances: Floats) -> Ids:
     ends = np.cumsum(weights, axis=1)
     picked = (ends <= (chances * ends[:, -1])[:, None]).sum(axis=1)
     last = (ends < ends[:, -1:]).sum(axis=1)
-    return np.minimum(picked, last)
+    columns: Ids = np.minimum(picked, last)
+    return columns

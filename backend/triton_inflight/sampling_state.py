@@ -35,8 +35,8 @@ class TokenCounts:
         ids, counts = np.unique(np.asarray(tokens, dtype=np.int64), return_counts=True)
         self._slots = {token: slot for slot, token in enumerate(ids.tolist())}
         room = max(16, len(ids))
-        self._ids = np.concatenate([ids, np.zeros(room, np.int64)])
-        self._counts = np.concatenate([counts, np.zeros(room)]).astype(np.float64)
+        self._ids: Ids = np.concatenate([ids, np.zeros(room, np.int64)])
+        self._counts: Floats = np.concatenate([counts, np.zeros(room)])
 
     @property
     def ids(self) -> Ids:
@@ -147,11 +147,15 @@ class SamplingState:
         return twin
 
 
-def uniforms(states: Sequence[SamplingState]) -> Floats:
-    """The random number of each state's next token: (S,) float64, 0 <= u < 1, 53 bits each."""
+def uniforms(states: Sequence[SamplingState]) -> tuple[Floats, Floats]:
+    """The random numbers of each state's next token: two times (S,) float64, 0 <= u < 1, 53 bits each."""
     keys = np.array([state.key for state in states], dtype=np.uint64)
     positions = np.array([state.num_output + 1 for state in states], dtype=np.uint64)
-    bits = _mix(keys + positions * _INCREMENT)
+    first = _mix(keys + positions * _INCREMENT)
+    return _unit(first), _unit(_mix(first + _INCREMENT))
+
+
+def _unit(bits: Keys) -> Floats:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
