@@ -201,7 +201,7 @@ def test_what_did_load_is_served_when_errors_are_tolerated(tmp_path: Path) -> No
             "z: model not found.",
         ),
         (
-            "E1130 20:02:20.96 11 main.cc:25] \"failed to start HTTP service: Unavailable - Socket 'h:1' already in use \"",
+            "E1130 20:02:20.96 11 main.cc:25] \"failed to start HTTP service: Socket 'h:1' already in use \"",
             "Socket 'h:1' already in use",
         ),
         ("something nobody has seen before", "something nobody has seen before"),
@@ -240,12 +240,12 @@ def test_a_free_port_lost_to_another_is_replaced(repository: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(LaunchError, match="cannot listen on 192.0.2.1"):
+    with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.1"):
         choose_ports("192.0.2.1", [None])
 
 
 def test_what_cannot_be_served_is_refused_at_once(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="'.*nowhere' is not a directory"):
+    with pytest.raises(LaunchError, match=r"'.*nowhere' is not a directory"):
         TritonServer(tmp_path / "nowhere")
     with pytest.raises(LaunchError, match="--http-port before the --"):
         TritonServer(repository, options=["--http-port=1"])
@@ -260,7 +260,6 @@ def test_a_triton_for_another_python_is_refused_with_both_versions(tmp_path: Pat
     stub = wheel.stub.parent.parent / other / wheel.stub.name
     (tmp_path / "bin").mkdir()
     (tmp_path / "backends" / "python").mkdir(parents=True)
-    (tmp_path / "bin" / "tritonserver").symlink_to("/bin/true")
     (tmp_path / "backends" / "python" / stub.name).write_bytes(stub.read_bytes())
     program = tmp_path / "bin" / "tritonserver"
     program.unlink()
@@ -349,7 +348,7 @@ class Serve:
         return self.output
 
     def press_ctrl_c(self) -> None:
-        os.write(self._terminal, b"\\x03")
+        os.write(self._terminal, b"\x03")
 
     def exit_code(self) -> int:
         wait_until(lambda: self.read() is not None and self.process.poll() is not None, "serve ends")
@@ -358,7 +357,7 @@ class Serve:
         return self.process.returncode
 
     def remains(self) -> Remains:
-        wait_until(lambda: "Ctrl-C" in self.read(), f"serve is ready\\n{self.output}")
+        wait_until(lambda: "Ctrl-C" in self.read(), f"serve is ready\n{self.output}")
         supervisor = psutil.Process(self.process.pid).children()[0]
         options = dict(word.split("=", 1) for word in supervisor.cmdline() if "=" in word)
         server = supervisor.children()[0]

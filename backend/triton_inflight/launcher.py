@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ _OWN_OPTIONS = {
     "--model-repository": "--model-repository before the --",
     "--model-store": "--model-repository before the --",
     "--load-model": "--model before the --",
+    "--log-file": "--log-file before the --",
     "--backend-directory": "the variable TRITON_INFLIGHT_SERVER, or `triton-inflight install`",
     **{f"--{service}-port": f"--{service}-port before the --" for service in _SERVICES},
     **{f"--{service}-address": "--host before the --" for service in _SERVICES},
@@ -193,6 +195,7 @@ class TritonServer:
                 message has the reason from the server's log; the server is stopped.
         """
         from rich.console import Console
+        from rich.markup import escape
 
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -206,8 +209,9 @@ class TritonServer:
                             raise LaunchError(
                                 f"tritonserver was not ready after {timeout:g} s; {self._reason()}"
                             )
-                        seconds = f"{time.monotonic() - started:.0f} s"
-                        status.update(f"loading models, {seconds}: {last_message(self.log_path)[:120]}")
+                        if progress:
+                            seconds = f"{time.monotonic() - started:.0f} s"
+                            status.update(escape(f"{seconds}  {last_message(self.log_path)[:120]}"))
                         time.sleep(0.1)
                     if attempt == _ATTEMPTS_AT_FREE_PORTS or not self._lost_a_free_port():
                         raise LaunchError(f"tritonserver did not start; {self._reason()}")
@@ -217,6 +221,12 @@ class TritonServer:
             self._keep_log |= isinstance(error, LaunchError)
             self.stop()
             raise
+
+    def ready_models(self) -> list[str]:
+        """Names of the models that can be used now, sorted."""
+        request = urllib.request.Request(f"{self.http_url}/v2/repository/index", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return sorted({model["name"] for model in json.load(response) if model.get("state") == "READY"})
 
     def is_running(self) -> bool:
         """Whether the server's process is there."""
