@@ -22,9 +22,10 @@ constexpr Index kPair = sizeof(Cell) == 2 ? 2 : 1;
 template <typename Cell, typename From>
 void store_key(Cell* keys, const PoolLayout& layout, Index cell, const From* from) {
   constexpr Index pair = kPair<Cell>;
-  for (Index i = 0; i < layout.key_width; ++i) {
-    keys[(i / pair * layout.tokens_per_block + cell) * pair + i % pair] = convert<Cell>(from[i]);
-  }
+  Cell* column = keys + cell * pair;
+  const Index step = layout.tokens_per_block * pair;
+  for (Index i = 0; i < layout.key_width; ++i) column[i / pair * step + i % pair] = convert<Cell>(from[i]);
+  if (layout.key_width % pair != 0) column[layout.key_width / pair * step + 1] = Cell{0};
 }
 
 // The next cell of the pair is not taken yet; it is cleared, since whatever a former sequence left there is

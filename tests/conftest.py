@@ -114,13 +114,13 @@ def make_engine(
     max_running_sequences: int = 64,
     max_seq_len: int = 512,
     reuse: bool = False,
+    runner: type[Runner] = Runner,
 ) -> Engine:
     """An engine over a copy of a model, which itself stays stock."""
     store = KVStore(num_blocks, tokens_per_block, reuse)
     tensors = KVTensors(num_blocks, tokens_per_block, torch.float32, torch.device("cpu"))
     planner = Planner(store, max_num_tokens, max_running_sequences)
-    runner = Runner(copy.deepcopy(model))
-    return Engine(runner, byte_tokenizer(), store, tensors, planner, [EOS], max_seq_len)
+    return Engine(runner(copy.deepcopy(model)), byte_tokenizer(), store, tensors, planner, [EOS], max_seq_len)
 
 
 def generate_all(

@@ -11,6 +11,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from triton_inflight.errors import RequestError
 from triton_inflight.text import PROMPT_TAIL, REPLACEMENT, Detokenizer, encode
@@ -74,6 +75,12 @@ def stream(
 ) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     return [*(detokenizer.push(token_id) for token_id in output), detokenizer.flush()]
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+    """The tokens of single bytes, in either alphabet."""
+    vocabulary, spelling = tokenizer.get_vocab(), bytes_to_unicode()
+    return [vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(spelling[byte], -1)) for byte in data]
 
 
 def oracle(
@@ -157,15 +164,23 @@ def test_special_tokens_are_left_out_on_request(tokenizer: PreTrainedTokenizerBa
     assert tokenizer.eos_token not in "".join(stream(tokenizer, prompt, output))
 
 
-def test_special_tokens_do_not_break_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = encode(tokenizer, "hello")
-    end = tokenizer.eos_token_id
-    output = [
-        with_end
-        for token_id in tokenizer.encode("🦩", add_special_tokens=False)
-        for with_end in (token_id, end)
+def test_tokens_without_text_do_not_break_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Special tokens and ids past the vocabulary between the bytes, as many as one likes."""
+    silent = [tokenizer.eos_token_id, len(tokenizer)] * 5
+    flamingo = tokenizer.encode("🦩", add_special_tokens=False)
+    output = [token_id for byte_id in flamingo for token_id in (byte_id, *silent)]
+    assert "".join(stream(tokenizer, encode(tokenizer, "hello"), output)).strip() == "🦩"
+
+
+def test_what_the_prompt_left_broken_is_not_said_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A prompt of token ids may end inside a character; if no output finishes it, it stays the prompt's."""
+    prompt = [*encode(tokenizer, "hello"), *byte_ids(tokenizer, "🦩".encode()[:3])]
+    dog = [
+        token_id for token_id in encode(tokenizer, "hello dog") if token_id not in encode(tokenizer, "hello")
     ]
-    assert "".join(stream(tokenizer, prompt, output)).strip() == "🦩"
+    assert "".join(stream(tokenizer, prompt, dog)) == " dog"
+    assert stream(tokenizer, prompt, []) == [""]
+    assert "".join(stream(tokenizer, prompt, byte_ids(tokenizer, "🦩".encode()[3:]))) == "🦩"
 
 
 def test_ids_outside_the_vocabulary_give_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -175,13 +190,18 @@ def test_ids_outside_the_vocabulary_give_no_text(tokenizer: PreTrainedTokenizerB
     assert stream(tokenizer, [], padded)[1:-2] == stream(tokenizer, [], output)[:-1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_random_tokens_byte_level(byte_level: PreTrainedTokenizerBase, data: st.DataObject) -> None:
     """Any ids at all, most of them not text: the joined stream is still exactly the tokenizer's decode."""
-    # Ids below 400 are special tokens and single bytes, where broken UTF-8 comes from.
-    ids = st.lists(st.one_of(st.integers(0, 400), st.integers(0, len(byte_level) - 1)), max_size=40)
+    token = st.integers(0, len(byte_level) - 1).map(lambda token_id: [token_id])
+    # Broken UTF-8 comes from single bytes, and from long characters with their last byte missing.
+    character = st.characters(min_codepoint=0x800, codec="utf-8").map(str.encode)
+    half = character.map(lambda spelled: spelled[:-1])
+    data_bytes = st.one_of(st.binary(max_size=3), character, half).map(lambda raw: byte_ids(byte_level, raw))
+    ids = st.lists(st.one_of(token, data_bytes), max_size=25).map(lambda pieces: list(chain(*pieces)))
     prompt, output, skip = data.draw(ids), data.draw(ids), data.draw(st.booleans())
+    assert -1 not in prompt + output
     parts = stream(byte_level, prompt, output, skip=skip)
     assert "".join(parts) == oracle(byte_level, prompt, output, skip=skip)
 
@@ -230,9 +250,7 @@ def test_broken_bytes_for_ever_neither_wait_nor_pile_up(
     tokenizer: PreTrainedTokenizerBase, length: int
 ) -> None:
     """A model that emits one stray continuation byte after the other gets its text out as it goes."""
-    vocabulary = tokenizer.get_vocab()
-    stray = vocabulary.get("<0x80>", vocabulary.get("Ģ"))  # byte 0x80 in the two alphabets
-    assert stray is not None
+    (stray,) = byte_ids(tokenizer, b"\x80")
     detokenizer = Detokenizer(tokenizer, [])
     told = ""
     for count in range(1, length + 1):

@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from triton_inflight.errors import InflightError, RequestError
 from triton_inflight.protocol import GenerationRequest, Result, output_tensors, parse_request
 from triton_inflight.settings import Settings, auto_complete
+from triton_inflight.threads import bound_spinning
 from triton_inflight.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class TritonPythonModel:
 
     def _load(self, args: dict[str, str]) -> None:
         # The heavy modules (torch, transformers) are imported here, and not for completing the config.
+        bound_spinning()
         from triton_inflight.loader import load_engine
         from triton_inflight.metrics import Metrics, labels
 

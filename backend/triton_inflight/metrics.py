@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from triton_inflight.engine import Step
 from triton_inflight.kv_store import KVStore
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 

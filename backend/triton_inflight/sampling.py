@@ -18,6 +18,7 @@ blocks of 64, and every sum on the host is a cumulative one, in order, where pad
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,13 @@ NO_TOKEN = -1
 _BLOCK = 64
 # Finite, so that what is banned or padding (-inf) is never above it.
 _LOWEST = float(np.finfo(np.float32).min)
-# Rows that keep more candidates than this are finished one by one, so that they do not make the others wide.
-_NARROW = 4096
+# Rows are finished together with others that have no more candidates than this, so that a row with many does not
+# make all of them wide; a row with more than the last number is alone.
+_WIDTHS = (128, 1024)
 _NO_KEY = np.uint64(2**64 - 1)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
+
+_local = threading.local()
 
 Float32s = npt.NDArray[np.float32]
 
@@ -114,7 +118,7 @@ class _Pass:
         self.top_k = np.where(self.top_k < self.vocabulary, self.top_k, 0).astype(np.int64)
 
         num_blocks = -(-self.vocabulary // _BLOCK)
-        padded = torch.empty(len(rows), num_blocks * _BLOCK, device=self.device)
+        padded = _scratch("scores", len(rows), num_blocks * _BLOCK, self.device)
         padded[:, self.vocabulary :] = -torch.inf
         own = padded[:, : self.vocabulary]
         own.copy_(logits if len(rows) == len(logits) else logits[rows])
@@ -143,11 +147,14 @@ class _Pass:
         chances, second_chances = uniforms(self.states)
         limited = [_Limited(self.limited_rows, self._floors(self.limited_rows))]
         if len(self.free_rows):
-            tokens[self.free_rows], refused = self._draw_free(chances[self.free_rows])
-            chances[refused.rows] = second_chances[refused.rows]
-            limited.append(refused)
+            tokens[self.free_rows], drawn = self._draw_free(chances[self.free_rows])
+            chances[drawn.rows] = second_chances[drawn.rows]
+            limited.append(drawn)
         for rows, ids, weights in self._kept(limited):
-            tokens[rows] = ids[np.arange(len(rows)), _pick(weights, chances[rows])]
+            # A token drawn from all that is also kept stays; see `_draw_free`.
+            stays = ((ids == tokens[rows, None]) & (weights > 0)).any(axis=1)
+            picked = ids[np.arange(len(rows)), _pick(weights, chances[rows])]
+            tokens[rows] = np.where(stays, tokens[rows], picked)
         return tokens
 
     @torch.inference_mode()
@@ -177,44 +184,42 @@ class _Pass:
 
     def _masses(self, rows: Ids) -> torch.Tensor:
         """exp(score - the row's largest score), in blocks: (R, blocks, 64) float32."""
-        largest = self._upload(self.largest[rows])
-        return (self._rows_of_scores(rows) - largest[:, None, None]).exp_()
+        masses = _scratch("masses", len(rows), self.scores[0].numel(), self.device).view(
+            -1, *self.scores.shape[1:]
+        )
+        largest = self._upload(self.largest[rows])[:, None, None]
+        torch.sub(self._rows_of_scores(rows), largest, out=masses)
+        if self.device.type == "cpu":
+            # As with argmax, numpy's is the fast one.
+            np.exp(masses.numpy(), out=masses.numpy())
+        else:
+            masses.exp_()
+        return masses
 
     def _draw_free(self, chances: Floats) -> tuple[Ids, _Limited]:
-        """Draw from all tokens: a block by its sum, then a token in it; refuse what top_p or min_p would drop.
+        """Draw from all tokens: a block by its sum, then a token in it.
 
-        The tokens that top_p and min_p keep are the most likely ones down to some score, so none of them scores
-        less than a refused token. To draw a refused row again, from what it keeps, gives each of these the
-        probability that it should have: p + (1 - kept) * p / kept = p / kept.
+        Rows with top_p then see whether they keep that token, and draw again from what they keep if not; that
+        gives each token that they keep the probability it should have: p + (1 - kept) * p / kept = p / kept. What
+        top_p and min_p keep are the most likely tokens down to some score, so nothing below the drawn token's
+        score matters, and most rows never have more than a few candidates.
 
         Returns:
-            Tokens of the free rows; the rows to be drawn again.
+            Tokens of the free rows; the rows with top_p, down to the token that each drew.
         """
         rows = self.free_rows
+        every = np.arange(len(rows))
         masses = self._masses(rows)
         sums = masses.sum(dim=-1).double().cpu().numpy()
-        blocks = _pick(sums, chances)
-        every = np.arange(len(rows))
         ends = np.cumsum(sums, axis=1)
         total = ends[:, -1]
+        blocks = _pick(sums, chances)
         rest = chances * total - (ends[every, blocks] - sums[every, blocks])
         inside = masses[self._upload(every), self._upload(blocks)].double().cpu().numpy()
         offsets = _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
-        tokens = blocks * _BLOCK + offsets
-
+        scores = self.scores[self._upload(rows), self._upload(blocks), self._upload(offsets)].cpu().numpy()
         nucleus = np.flatnonzero(self.top_p[rows] < 1)
-        if not len(nucleus):
-            return tokens, _Limited(rows[:0], total[:0])
-        mass = inside[every, offsets][nucleus]
-        others = masses if len(nucleus) == len(rows) else masses[self._upload(nucleus)]
-        others.masked_fill_(others < self._upload(mass.astype(np.float32))[:, None, None], 0)
-        at_least = np.cumsum(others.sum(dim=-1).double().cpu().numpy(), axis=1)[:, -1]
-        dropped = at_least - mass >= self.top_p[rows[nucleus]] * total[nucleus]
-        again = nucleus[dropped | (mass < self.min_p[rows[nucleus]])]
-        floors = (
-            self.scores[tuple(map(self._upload, (rows[again], blocks[again], offsets[again])))].cpu().numpy()
-        )
-        return tokens, _Limited(rows[again], floors, total[again])
+        return blocks * _BLOCK + offsets, _Limited(rows[nucleus], scores[nucleus], total[nucleus])
 
     def _kept(self, limited: Sequence[_Limited]) -> Iterator[tuple[Ids, Ids, Floats]]:
         """In groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
@@ -226,8 +231,9 @@ class _Pass:
         row, ids, scores = self._candidates(rows, floors)
         counts = np.bincount(row, minlength=len(rows))
         starts = np.cumsum(counts) - counts
-        narrow, wide = np.flatnonzero(counts <= _NARROW), np.flatnonzero(counts > _NARROW)
-        for group in (narrow, *wide[:, None]):
+        of_width = np.digitize(counts, _WIDTHS, right=True)
+        groups = [np.flatnonzero(of_width == width) for width in range(len(_WIDTHS))]
+        for group in (*groups, *np.flatnonzero(of_width == len(_WIDTHS))[:, None]):
             if len(group):
                 own = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in group])
                 sorted_ids, sorted_scores = _sorted_matrix(counts[group], ids[own], scores[own])
@@ -286,6 +292,15 @@ class _Pass:
         if len(typical):
             weights[typical] = _typical(weights[typical], self.typical_p[rows[typical]])
         return weights
+
+
+def _scratch(name: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """(rows, width) float32 to write into, the same memory at every step: fresh pages cost more than the work."""
+    buffers: dict[tuple[str, torch.device], torch.Tensor] = _local.__dict__
+    buffer = buffers.get((name, device))
+    if buffer is None or buffer.numel() < rows * width:
+        buffer = buffers[name, device] = torch.empty(rows * width, device=device)
+    return buffer[: rows * width].view(rows, width)
 
 
 def _edit(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:

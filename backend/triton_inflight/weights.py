@@ -247,7 +247,9 @@ def _loading(what: str, source: ModelSource) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        hint = "; on a machine without the hub give a local folder instead" if source.kind == "hub" else ""
+        hint = ""
+        if source.kind == "hub":
+            hint = "; where the hub cannot be reached, give a local folder, or set HF_HUB_OFFLINE=1 to use its cache"
         raise ModelError(
             f"transformers cannot load the {what} of {source.reference!r} ({source.location}): {error}{hint}"
         ) from error
