@@ -15,4 +15,4 @@ except ImportError as error:
         "tritonserver with the bin directory of an environment that has it first in PATH"
     ) from error
 
-# end_with_parent()
+end_with_parent()
