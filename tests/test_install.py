@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -117,6 +118,7 @@ def test_plain_tritonserver_runs_the_installed_backend_and_its_stub_dies_with_it
     ]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, env=server_environment(home), stdout=log, stderr=log)
+    stubs: list[psutil.Process] = []
     try:
         answer = generate_when_ready(f"http://127.0.0.1:{ports[0]}/v2/models/tiny/generate", server)
         assert isinstance(answer["text_output"], str), (tmp_path / "log").read_text()
@@ -130,7 +132,9 @@ def test_plain_tritonserver_runs_the_installed_backend_and_its_stub_dies_with_it
         assert psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
         assert not list(SHARED_MEMORY.glob(prefix + "*"))
     finally:
-        server.kill()
+        for process in [*stubs, server]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         server.wait()
 
 
