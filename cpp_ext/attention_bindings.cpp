@@ -134,11 +134,17 @@ void bind_attention(py::module_& module) {
   py::class_<PoolLayout>(module, "PoolLayout", kLayoutDoc)
       .def(py::init(&make_layout), py::arg("num_blocks"), py::arg("tokens_per_block"), py::arg("heads"),
            py::arg("key_width"), py::arg("value_width"), py::arg("bf16"))
+      .def_readonly("num_blocks", &PoolLayout::num_blocks)
+      .def_readonly("tokens_per_block", &PoolLayout::tokens_per_block)
+      .def_readonly("heads", &PoolLayout::heads)
+      .def_readonly("key_width", &PoolLayout::key_width)
+      .def_readonly("value_width", &PoolLayout::value_width)
       .def_property_readonly("block_size", &PoolLayout::block_size, "Elements of a block.");
 
   py::class_<AttentionPlan>(module, "AttentionPlan", kPlanDoc)
       .def(py::init(&make_plan), py::arg("tables"), py::arg("starts"), py::arg("lengths"), py::arg("layout"),
            py::arg("query_heads"), py::arg("window"), py::arg("threads"))
+      .def_property_readonly("query_heads", &AttentionPlan::query_heads)
       .def_property_readonly("num_tokens", &AttentionPlan::num_tokens, "Rows of the flat batch.")
       .def_property_readonly(
           "num_items", [](const AttentionPlan& plan) { return plan.items().size(); },

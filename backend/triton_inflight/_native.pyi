@@ -1,6 +1,73 @@
 # Types of the C++ module; the docstrings are its own (help(KVStore)).
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+class Isa:
+    portable: Isa
+    avx2: Isa
+    avx512: Isa
+    avx512_bf16: Isa
+    name: str
+
+def supported_isas() -> list[Isa]: ...
+def chosen_isa() -> Isa: ...
+
+class PoolLayout:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        heads: int,
+        key_width: int,
+        value_width: int,
+        bf16: bool,
+    ) -> None: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def key_width(self) -> int: ...
+    @property
+    def value_width(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+class AttentionPlan:
+    def __init__(
+        self,
+        tables: NDArray[np.int32],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        layout: PoolLayout,
+        query_heads: int,
+        window: int,
+        threads: int,
+    ) -> None: ...
+    @property
+    def query_heads(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_items(self) -> int: ...
+
+def paged_attention(
+    plan: AttentionPlan,
+    layout: PoolLayout,
+    isa: Isa,
+    pool: int,
+    queries: tuple[int, int, int, bool],
+    keys: tuple[int, int, int, bool],
+    values: tuple[int, int, int, bool],
+    out: tuple[int, int, int, bool],
+    scale: float,
+    softcap: float,
+    sinks: int,
+) -> None: ...
 
 class KVStore:
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = False) -> None: ...
