@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -342,10 +343,11 @@ class StoreMachine(RuleBasedStateMachine):
     sequences = st.integers(0, 2)
     choices = st.integers(0, 1)
     picks = st.integers(0, 5)
-    # Two tokens only, one of them rare: equal beginnings are common.
-    texts = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=3 * WIDTH)
+    # Mostly one whole block of the same tokens after the other: equal beginnings are common.
+    pieces = st.sampled_from([[0] * WIDTH, [0] * WIDTH, [1] * WIDTH, [0], [1, 0]])
+    texts = st.lists(pieces, min_size=1, max_size=4).map(lambda drawn: [*chain.from_iterable(drawn)])
 
-    @initialize(num_blocks=st.integers(4, 24), reuse=st.booleans())
+    @initialize(num_blocks=st.integers(4, 24), reuse=st.sampled_from([True, True, True, False]))
     def start(self, num_blocks: int, reuse: bool) -> None:
         self.store = KVStore(num_blocks, WIDTH, reuse)
         self.cells = np.zeros((num_blocks, WIDTH), np.int64)

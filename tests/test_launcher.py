@@ -387,8 +387,8 @@ def test_serve_ends_cleanly(repository: Path, how: str) -> None:
     assert "Traceback" not in serve.output
 
 
-def test_serve_fails_when_its_server_dies(repository: Path) -> None:
-    serve = Serve("--model-repository", str(repository), *PORTS)
+def test_serve_fails_when_its_server_dies(repository: Path, tmp_path: Path) -> None:
+    serve = Serve("--model-repository", str(repository), *PORTS, "--log-file", str(tmp_path / "log"))
     remains = serve.remains()
     remains.server.kill()
     assert serve.exit_code() == 1, serve.output

@@ -78,9 +78,10 @@ def stream(
 
 
 def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
-    """The tokens of single bytes, in either alphabet."""
+    """The tokens of single bytes, in either alphabet; SmolLM2 has none for a few bytes, which are left out."""
     vocabulary, spelling = tokenizer.get_vocab(), bytes_to_unicode()
-    return [vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(spelling[byte], -1)) for byte in data]
+    ids = (vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(spelling[byte])) for byte in data)
+    return [token_id for token_id in ids if token_id is not None]
 
 
 def oracle(
@@ -201,7 +202,6 @@ def test_random_tokens_byte_level(byte_level: PreTrainedTokenizerBase, data: st.
     data_bytes = st.one_of(st.binary(max_size=3), character, half).map(lambda raw: byte_ids(byte_level, raw))
     ids = st.lists(st.one_of(token, data_bytes), max_size=25).map(lambda pieces: list(chain(*pieces)))
     prompt, output, skip = data.draw(ids), data.draw(ids), data.draw(st.booleans())
-    assert -1 not in prompt + output
     parts = stream(byte_level, prompt, output, skip=skip)
     assert "".join(parts) == oracle(byte_level, prompt, output, skip=skip)
 

@@ -79,21 +79,26 @@ class GenerationStream:
                 f"model '{self.model}' is not ready at {self.url}; served there: {', '.join(self._served()) or 'none'}"
             )
 
-    def run(self, prompts: Sequence[str]) -> Iterator[list[Answer]]:
-        """Send all prompts at once; yields all answers whenever one of them has grown, until all are done."""
+    def run(self, prompts: Sequence[str], interval: float = 0.0) -> Iterator[list[Answer]]:
+        """Send prompts, ``interval`` seconds apart; yields all answers when one has grown, until all are done."""
         answers = [Answer(prompt) for prompt in prompts]
         results: queue.Queue[tuple[Answer, Any, Any]] = queue.Queue()
         started = time.perf_counter()
         # A stream for each prompt: an error that arrives on a shared one does not say whose it is.
         clients = [grpcclient.InferenceServerClient(self.url) for _ in prompts]
         try:
-            for client, answer in zip(clients, answers, strict=True):
-                client.start_stream(
-                    callback=lambda result, error, answer=answer: results.put((answer, result, error))
-                )
-                self._send(client, answer.prompt)
+            waiting = list(zip(clients, answers, strict=True))
             while not all(answer.done for answer in answers):
-                self._take(*results.get(), time.perf_counter() - started)
+                now = time.perf_counter() - started
+                while waiting and now >= interval * (len(answers) - len(waiting)):
+                    self._send(*waiting.pop(0), results)
+                try:
+                    answer, result, error = results.get(
+                        timeout=max(interval / 10, 0.001) if waiting else None
+                    )
+                except queue.Empty:
+                    continue
+                self._take(answer, result, error, time.perf_counter() - started)
                 yield answers
         finally:
             for client, answer in zip(clients, answers, strict=True):
@@ -108,9 +113,15 @@ class GenerationStream:
         index = self._client.get_model_repository_index()
         return [model.name for model in index.models if model.state == "READY"]
 
-    def _send(self, client: grpcclient.InferenceServerClient, prompt: str) -> None:
+    def _send(
+        self,
+        client: grpcclient.InferenceServerClient,
+        answer: Answer,
+        results: queue.Queue[tuple[Answer, Any, Any]],
+    ) -> None:
+        client.start_stream(callback=lambda result, error: results.put((answer, result, error)))
         tensor = grpcclient.InferInput("text_input", [1, 1], "BYTES")
-        tensor.set_data_from_numpy(np.array([[prompt.encode()]], dtype=object))
+        tensor.set_data_from_numpy(np.array([[answer.prompt.encode()]], dtype=object))
         wanted = {
             "stream": True,
             "return_finish_reason": True,
@@ -135,6 +146,6 @@ class GenerationStream:
             answer.finish_reason = reason.item().decode()
 
 
-def as_json(answers: Sequence[Answer]) -> str:
+def answers_as_json(answers: Sequence[Answer]) -> str:
     """The answers as a JSON list, one object a prompt."""
     return json.dumps([vars(answer) for answer in answers], ensure_ascii=False, indent=2)

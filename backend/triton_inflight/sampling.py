@@ -38,9 +38,17 @@ _WIDTHS = (128, 1024)
 _NO_KEY = np.uint64(2**64 - 1)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 
-_local = threading.local()
-
 Float32s = npt.NDArray[np.float32]
+
+
+class _Memory(threading.local):
+    """What `_scratch` keeps, for each thread its own."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+
+_memory = _Memory()
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplingState] = ()) -> list[int]:
@@ -121,9 +129,14 @@ class _Pass:
         padded = _scratch("scores", len(rows), num_blocks * _BLOCK, self.device)
         padded[:, self.vocabulary :] = -torch.inf
         own = padded[:, : self.vocabulary]
-        own.copy_(logits if len(rows) == len(logits) else logits[rows])
-        _edit(own, states)
-        padded /= self._upload(self.temperature.astype(np.float32))[:, None]
+        raw = logits if len(rows) == len(logits) else logits[rows]
+        temperatures = self._upload(self.temperature.astype(np.float32))[:, None]
+        if any(state.params.edits_scores for state in states):
+            own.copy_(raw)
+            _edit(own, states)
+            own /= temperatures
+        else:
+            torch.div(raw, temperatures, out=own)
         self.scores = padded.view(len(rows), num_blocks, _BLOCK)
         self.maxima: Float32s = self.scores.amax(dim=-1).cpu().numpy()
         self.largest: Float32s = self.maxima.max(axis=1)
@@ -296,10 +309,9 @@ class _Pass:
 
 def _scratch(name: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
     """(rows, width) float32 to write into, the same memory at every step: fresh pages cost more than the work."""
-    buffers: dict[tuple[str, torch.device], torch.Tensor] = _local.__dict__
-    buffer = buffers.get((name, device))
+    buffer = _memory.buffers.get((name, device))
     if buffer is None or buffer.numel() < rows * width:
-        buffer = buffers[name, device] = torch.empty(rows * width, device=device)
+        buffer = _memory.buffers[name, device] = torch.empty(rows * width, device=device)
     return buffer[: rows * width].view(rows, width)
 
 

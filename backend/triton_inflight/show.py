@@ -21,12 +21,16 @@ _GROWING_LINES = 6  # the end of an answer that is still growing; all of it is s
 
 
 def follow(
-    console: Console, stream: GenerationStream, prompts: Sequence[str], titles: Sequence[str]
+    console: Console,
+    stream: GenerationStream,
+    prompts: Sequence[str],
+    titles: Sequence[str],
+    interval: float = 0.0,
 ) -> list[Answer]:
     """Run prompts to their ends, their answers growing side by side; where there is no terminal, only the result."""
     answers: list[Answer] = []
     with _redrawn(console) as live:
-        for answers in stream.run(prompts):
+        for answers in stream.run(prompts, interval):
             if live is not None:
                 live.update(_panels(console, answers, titles, _GROWING_LINES))
     console.print(_panels(console, answers, titles, None))
@@ -66,14 +70,14 @@ def _panel(console: Console, answer: Answer, title: str, lines: int | None) -> P
     )
 
 
-def answer_table(answers: Sequence[Answer]) -> Table:
+def answer_table(answers: Sequence[Answer], titles: Sequence[str]) -> Table:
     """Tokens and times of every answer, and of all of them together."""
     table = Table("prompt", title="What came back")
     for heading in ("tokens in", "tokens out", "first token", "last token", "ended by"):
         table.add_column(heading, justify="right")
-    for answer in answers:
+    for answer, title in zip(answers, titles, strict=True):
         table.add_row(
-            Text(answer.prompt.strip().replace("\n", " "), overflow="ellipsis", no_wrap=True),
+            Text(title.strip().replace("\n", " "), overflow="ellipsis", no_wrap=True),
             str(answer.num_input_tokens),
             str(answer.num_output_tokens),
             _seconds(answer.first_token),
