@@ -389,11 +389,17 @@ class StoreMachine(RuleBasedStateMachine):
                 if self.texts_by_key[key][:end] == tokens[:end]:
                     yield end
 
-    @rule(sequence=sequences, choice=choices, tokens=texts)
-    def begin(self, sequence: int, choice: int, tokens: list[int]) -> None:
+    @rule(sequence=sequences, choice=choices, tokens=texts, rewind=st.just(0) | st.integers(0, 2 * WIDTH))
+    def run_tokens(self, sequence: int, choice: int, tokens: list[int], rewind: int) -> None:
+        """Begin the key with these tokens, or go on with them, some of its own written over."""
         key = (sequence, choice)
         if key in self.texts_by_key:
-            return
+            start = max(0, len(self.texts_by_key[key]) - rewind)
+            self.compute(key, self.texts_by_key[key][:start] + tokens, start)
+        else:
+            self.begin(key, tokens)
+
+    def begin(self, key: Key, tokens: list[int]) -> None:
         found = self.store.match_prefix(*key, array(tokens))
         assert found == 0 or tuple(tokens[:found]) in self.ever_published
         assert max(self.findable_bounds(tokens), default=0) <= found < len(tokens)
@@ -401,14 +407,6 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.compute(key, tokens, found):
             self.store.drop(*key)
             del self.published_by_key[key]
-
-    @rule(pick=picks, more=texts, rewind=st.integers(0, 2 * WIDTH))
-    def extend(self, pick: int, more: list[int], rewind: int) -> None:
-        if not (key := self.live_key(pick)):
-            return
-        tokens = self.texts_by_key[key]
-        start = max(0, len(tokens) - max(0, rewind - WIDTH))  # half of the time: nothing is written over
-        self.compute(key, tokens[:start] + more, start)
 
     @rule(pick=picks, fewer=st.integers(0, 2 * WIDTH))
     def trim(self, pick: int, fewer: int) -> None:

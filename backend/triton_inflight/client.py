@@ -22,7 +22,7 @@ class ClientError(InflightError):
 
 @dataclass
 class Answer:
-    """What came back for one prompt; times are seconds since all prompts were sent.
+    """What came back for one prompt.
 
     Attributes:
         prompt: what was sent.
@@ -30,7 +30,8 @@ class Answer:
         finish_reason: why it ended; None while it has not.
         error: the server's error, if that is how it ended.
         num_input_tokens, num_output_tokens: as counted by the server.
-        first_token, last_token: when the first and the last response arrived.
+        sent: when it was sent, in seconds since the first prompt.
+        first_token, last_token: when the first and the last response arrived, in seconds since it was sent.
     """
 
     prompt: str
@@ -39,6 +40,7 @@ class Answer:
     error: str | None = None
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    sent: float = 0.0
     first_token: float | None = None
     last_token: float | None = None
 
@@ -91,14 +93,16 @@ class GenerationStream:
             while not all(answer.done for answer in answers):
                 now = time.perf_counter() - started
                 while waiting and now >= interval * (len(answers) - len(waiting)):
-                    self._send(*waiting.pop(0), results)
+                    client, answer = waiting.pop(0)
+                    answer.sent = now
+                    self._send(client, answer, results)
                 try:
                     answer, result, error = results.get(
                         timeout=max(interval / 10, 0.001) if waiting else None
                     )
                 except queue.Empty:
                     continue
-                self._take(answer, result, error, time.perf_counter() - started)
+                self._take(answer, result, error, time.perf_counter() - started - answer.sent)
                 yield answers
         finally:
             for client, answer in zip(clients, answers, strict=True):

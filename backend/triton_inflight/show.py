@@ -84,7 +84,7 @@ def answer_table(answers: Sequence[Answer], titles: Sequence[str]) -> Table:
             _seconds(answer.last_token),
             "error" if answer.error else answer.finish_reason,
         )
-    last = max((answer.last_token or 0.0 for answer in answers), default=0.0)
+    last = max((answer.sent + (answer.last_token or 0.0) for answer in answers), default=0.0)
     total = sum(answer.num_output_tokens for answer in answers)
     rate = f"{total / last:.0f} tokens/s" if last else ""
     table.add_section()
