@@ -347,14 +347,21 @@ class StoreMachine(RuleBasedStateMachine):
     pieces = st.sampled_from([[0] * WIDTH, [0] * WIDTH, [1] * WIDTH, [0], [1, 0]])
     texts = st.lists(pieces, min_size=1, max_size=4).map(lambda drawn: [*chain.from_iterable(drawn)])
 
-    @initialize(num_blocks=st.integers(4, 24), reuse=st.sampled_from([True, True, True, False]))
-    def start(self, num_blocks: int, reuse: bool) -> None:
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        reuse=st.sampled_from([True, True, True, False]),
+        first=st.tuples(texts, texts, texts),
+    )
+    def start(self, num_blocks: int, reuse: bool, first: tuple[list[int], ...]) -> None:
         self.store = KVStore(num_blocks, WIDTH, reuse)
         self.cells = np.zeros((num_blocks, WIDTH), np.int64)
         self.texts_by_key: dict[Key, list[int]] = {}
         self.published_by_key: dict[Key, int] = {}
         self.contents: dict[tuple[int, ...], int] = {}
         self.ever_published: set[tuple[int, ...]] = set()
+        # Hypothesis leaves some rules out of some runs; there is always something to work on.
+        for sequence, tokens in enumerate(first):
+            self.begin((sequence, 0), tokens)
 
     def live_key(self, pick: int) -> Key | None:
         keys = sorted(self.texts_by_key)
