@@ -22,7 +22,7 @@ from triton_inflight.protocol import (
 )
 from triton_inflight.settings import Settings
 
-SETTINGS = Settings(model="unused", default_max_tokens=77, ignored_parameters=("x-*", "Trace*"))
+SETTINGS = Settings(model="unused", default_max_tokens=77, max_time=9.5, ignored_parameters=("x-*", "Trace*"))
 
 
 def strings(*values: bytes | str, shape: tuple[int, ...] = (1, 1)) -> np.ndarray:
@@ -48,7 +48,7 @@ def test_the_table_and_the_request_have_the_same_fields_and_defaults() -> None:
 
 
 def test_a_prompt_alone_takes_every_default() -> None:
-    assert parse() == GenerationRequest("Hi", max_tokens=77)
+    assert parse() == GenerationRequest("Hi", max_tokens=77, max_time=9.5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1,), ()])
@@ -74,6 +74,15 @@ def test_integers_come_as_numbers_or_text(value: object, expected: int) -> None:
 )
 def test_booleans_come_as_booleans_bits_or_text(value: object, expected: bool) -> None:
     assert parse({"stream": value}).stream is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(3, 3.0), (0.5, 0.5), (" 1e2 ", 100.0), ("604800", 604800.0)]
+)
+def test_numbers_come_as_numbers_or_text(value: object, expected: float) -> None:
+    request = parse({"max_time": value})
+    assert (request.max_time, type(request.max_time)) == (expected, float)
+    assert parse(max_time=np.array([[expected]], dtype=np.float32)).max_time == expected
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
@@ -129,6 +138,12 @@ def test_names_of_triton_and_ignored_patterns_are_no_error(name: str) -> None:
         ("stream", "maybe", ["stream: 'maybe'", "true or false"]),
         ("stream", 2, ["stream: 2", "true or false"]),
         ("stream", 1.0, ["stream: 1.0", "true or false"]),
+        ("max_time", 0, ["max_time: 0", "out of range", "a number above 0, up to 604800"]),
+        ("max_time", 604801, ["max_time: 604801", "up to 604800"]),
+        ("max_time", float("nan"), ["max_time: nan", "a number above 0"]),
+        ("max_time", "inf", ["max_time: 'inf'", "a number above 0"]),
+        ("max_time", 10**400, ["max_time: a number of more than 38 digits", "a number above 0"]),
+        ("request_priority", 1001, ["request_priority: 1001", "-1000 to 1000"]),
         ("max_token", 3, ["'max_token'", 'did you mean "max_tokens"', "ignored_parameters", "config.pbtxt"]),
         ("max-tokens", 3, ["'max-tokens'", 'did you mean "max_tokens"']),
         ("\ud800", 3, [r"'\ud800'", "no parameter", "return_finish_reason"]),
@@ -139,7 +154,7 @@ def test_a_bad_parameter_names_itself_its_value_and_what_is_allowed(
 ) -> None:
     message = refusal({name: value})
     assert [word for word in words if word not in message] == []
-    assert len(message.encode()) < 400
+    assert len(message.encode()) < 500
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_settings_can_be_made_without_triton() -> None:
         ("max_running_sequences", "8", 8),
         ("max_queue_size", "0", 0),
         ("max_steps_per_execute", "4", 4),
+        ("max_tokens_in_one_trip", "64", 64),
     ],
 )
 def test_good_values(name: str, text: str, value: object) -> None:
@@ -157,6 +158,7 @@ def test_sizes_of_the_store(text: str, size: int) -> None:
         ("max_queue_size", "-1"),
         ("enable_kv_cache_reuse", "1"),
         ("max_steps_per_execute", "0"),
+        ("max_tokens_in_one_trip", "0"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key_what_is_allowed_and_the_remedy(name: str, text: str) -> None:

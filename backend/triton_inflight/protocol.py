@@ -7,6 +7,7 @@ that only completes configurations, so it imports nothing heavier than numpy.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -22,15 +23,17 @@ from triton_inflight.errors import RequestError
 if TYPE_CHECKING:
     from triton_inflight.settings import Settings
 
-Kind = Literal["string", "int", "bool"]
+Kind = Literal["string", "int", "float", "bool"]
 
 # Triton's data types that can carry a field of each kind as a tensor; the first is the one we recommend.
 TENSOR_TYPES: dict[Kind, tuple[str, ...]] = {
     "string": ("TYPE_STRING",),
     "int": ("TYPE_INT32", "TYPE_INT64", "TYPE_UINT32", "TYPE_UINT64"),
+    "float": ("TYPE_FP32", "TYPE_FP64"),
     "bool": ("TYPE_BOOL",),
 }
-_NUMPY_KINDS: dict[Kind, str] = {"string": "OS", "int": "iu", "bool": "b"}
+_NUMPY_KINDS: dict[Kind, str] = {"string": "OS", "int": "iu", "float": "f", "bool": "b"}
+_LONGEST_TIME = 7 * 24 * 3600
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -45,14 +48,14 @@ class Field:
         doc: one line for the reference page.
         default: value where the client says nothing; None: see ``default_setting``.
         default_setting: attribute of Settings that holds the default; None too: the field is required.
-        minimum, maximum: range of an ``int``, both ends included.
+        minimum, maximum: range of an ``int``, both ends included; of a ``float``, without the minimum itself.
         aliases: other names for the same field.
     """
 
     name: str
     kind: Kind
     doc: str
-    default: bool | None = None
+    default: bool | int | None = None
     default_setting: str | None = None
     minimum: int = 0
     maximum: int = 2**31 - 1
@@ -71,6 +74,8 @@ class Field:
         """What a value may be, for messages and the reference page."""
         if self.kind == "int":
             return f"an integer from {self.minimum} to {self.maximum}"
+        if self.kind == "float":
+            return f"a number above {self.minimum}, up to {self.maximum}"
         return "true or false" if self.kind == "bool" else "a string, not empty"
 
 
@@ -90,6 +95,21 @@ FIELDS: tuple[Field, ...] = (
     Field("return_finish_reason", "bool", "Send finish_reason with the last response.", default=False),
     Field("return_num_input_tokens", "bool", "Send num_input_tokens with every response.", default=False),
     Field("return_num_output_tokens", "bool", "Send num_output_tokens with every response.", default=False),
+    Field(
+        "max_time",
+        "float",
+        "Seconds after which the generation is ended.",
+        default_setting="max_time",
+        maximum=_LONGEST_TIME,
+    ),
+    Field(
+        "request_priority",
+        "int",
+        "Of the sequences that wait to run, those with the largest go first.",
+        default=0,
+        minimum=-1000,
+        maximum=1000,
+    ),
 )
 
 # Parameters that Triton or its clients put beside ours, as fnmatch patterns; `ignored_parameters` adds more.
@@ -116,7 +136,11 @@ class Output:
 
 OUTPUTS: tuple[Output, ...] = (
     Output("text_output", "TYPE_STRING", "New text of this response; the whole text where stream is false."),
-    Output("finish_reason", "TYPE_STRING", "Why the text ended: stop or length. In the last response."),
+    Output(
+        "finish_reason",
+        "TYPE_STRING",
+        "Why the text ended: stop, length, cancelled or timeout. In the last response.",
+    ),
     Output("num_input_tokens", "TYPE_UINT32", "Tokens of the prompt. In every response."),
     Output("num_output_tokens", "TYPE_UINT32", "Tokens this response adds. In every response."),
 )
@@ -132,6 +156,8 @@ class GenerationRequest:
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
+    max_time: float = 600.0
+    request_priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -261,14 +287,15 @@ def _element(field: Field, name: str, tensor: npt.NDArray[Any]) -> object:
     return tensor.reshape(-1)[0]
 
 
-def _checked(field: Field, name: str, value: object) -> str | int | bool:
+def _checked(field: Field, name: str, value: object) -> str | int | float | bool:
     """The value as the type of its field. Raises RequestError where it is none, or out of range."""
     if field.kind == "string":
         return _text(field, name, value)
-    parsed = _as_int(value) if field.kind == "int" else _as_bool(value)
+    parsed = {"int": _as_int, "float": _as_float, "bool": _as_bool}[field.kind](value)
     if parsed is None:
         raise RequestError(f"{name}: {_show(value)} is not allowed; allowed: {field.allowed}")
-    if field.kind == "int" and not field.minimum <= parsed <= field.maximum:
+    too_small = parsed <= field.minimum if field.kind == "float" else parsed < field.minimum
+    if field.kind != "bool" and (too_small or parsed > field.maximum):
         raise RequestError(f"{name}: {_show(value)} is out of range; allowed: {field.allowed}")
     return parsed
 
@@ -283,6 +310,17 @@ def _as_int(value: object) -> int | None:
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         return int(value)
     return None
+
+
+def _as_float(value: object) -> float | None:
+    """A finite number; one that is too large for a float is none."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _as_bool(value: object) -> bool | None:

@@ -78,6 +78,7 @@ class Settings:
     max_queue_size: int = 0
     enable_kv_cache_reuse: bool = True
     max_steps_per_execute: int = 1
+    max_tokens_in_one_trip: int = 256
 
     def __post_init__(self) -> None:
         conflicts = _conflicts(self)
@@ -273,6 +274,12 @@ PARAMETERS: tuple[Parameter, ...] = (
         "max_steps_per_execute",
         kinds.integer(1, 1024, 1),
         "Most steps in one trip through Triton, while no request waits for a slot.",
+    ),
+    Parameter(
+        "max_tokens_in_one_trip",
+        kinds.integer(1, LARGEST, 256),
+        "Most tokens of a request that sets sequence_start and sequence_end together: it is answered within "
+        "one trip.",
     ),
 )
 
