@@ -8,9 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triton_inflight.admission import future_peak
 from triton_inflight.kv_store import KVStore
 from triton_inflight.planner import Plan, Planner
 from triton_inflight.sequence import Sequence
+from triton_inflight.settings import BatchSchedulerPolicy
 
 
 def _sequence(order: int, prompt: int, limit: int = 100, priority: int = 0) -> Sequence:
@@ -106,31 +108,31 @@ def test_no_more_sequences_run_than_max_running_sequences() -> None:
         _run(plan)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-def test_random_arrivals_all_finish_within_the_budget_of_blocks_and_tokens(seed: int) -> None:
+def _simulate(seed: int, policy: BatchSchedulerPolicy) -> int:
+    """Random sequences in random trips, to the end of all; the number of preemptions."""
     dice = random.Random(seed)
     num_blocks, tokens_per_block, budget = 12, 4, dice.randint(6, 30)
     store = KVStore(num_blocks, tokens_per_block, dice.random() < 0.5)
-    planner = Planner(store, budget, dice.randint(1, 6))
+    planner = Planner(store, budget, dice.randint(1, 6), policy)
     capacity = num_blocks * tokens_per_block
     live: list[Sequence] = []
     for order in range(dice.randint(1, 8)):
         prompt = [dice.randint(0, 1)] * dice.randint(1, capacity - 1)
         limit = dice.randint(len(prompt) + 1, capacity)
         live.append(Sequence(order, prompt, limit, order=order, priority=dice.randint(0, 1)))
+    preemptions = 0
     for _ in range(5_000):
         if not live:
             break
         offered = [s for s in live if dice.random() < 0.9] or live
         plan = planner.plan(offered, live)
         store.check()
+        preemptions += len(plan.preempted)
         assert sum(run.count for run in plan.runs) <= budget
         first = min(live, key=lambda s: (-s.priority, s.order))
-        if first in offered and all(
-            run.sequence.num_pending == 1 for run in plan.runs if run.sequence is not first
-        ):
-            assert first in [run.sequence for run in plan.runs]
+        others = [run for run in plan.runs if run.sequence is not first]
+        if policy == "max_utilization" and first in offered and all(r.count == 1 for r in others):
+            assert first in [run.sequence for run in plan.runs], "the first of all always advances"
         for run in plan.runs:
             sequence = run.sequence
             assert len(store.blocks(sequence.sequence_id, 0)) * tokens_per_block >= len(sequence.tokens)
@@ -143,3 +145,34 @@ def test_random_arrivals_all_finish_within_the_budget_of_blocks_and_tokens(seed:
                 live.remove(sequence)
     assert not live, "somebody never finished"
     assert store.num_held == 0
+    return preemptions
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_under_max_utilization_all_finish_within_the_budgets(seed: int) -> None:
+    _simulate(seed, "max_utilization")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_under_guaranteed_no_evict_all_finish_and_nobody_is_preempted(seed: int) -> None:
+    assert _simulate(seed, "guaranteed_no_evict") == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=8))
+def test_the_future_peak_is_the_peak_of_what_happens(sequences: list[tuple[int, int]]) -> None:
+    def blocks(step: int) -> int:
+        return sum(-(-(length + step) // 4) for length, remaining in sequences if step <= remaining)
+
+    expected = max(blocks(step) for step in range(41))
+    assert future_peak([s[0] for s in sequences], [s[1] for s in sequences], 4) == expected
+
+
+def test_guaranteed_no_evict_lets_a_sequence_wait_that_max_utilization_admits() -> None:
+    admitted = {}
+    for policy in ("max_utilization", "guaranteed_no_evict"):
+        planner = Planner(KVStore(8, 4), 64, 8, policy)
+        live = [_sequence(0, 8, limit=20), _sequence(1, 8, limit=20)]
+        admitted[policy] = len(planner.plan(live, live).runs)
+    assert admitted == {"max_utilization": 2, "guaranteed_no_evict": 1}

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from triton_inflight.admission import future_peak
 from triton_inflight.kv_store import KVStore
 from triton_inflight.sequence import Sequence
+from triton_inflight.settings import BatchSchedulerPolicy
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,32 @@ class Planner:
     """Plans steps over one store.
 
     Sequences with one token pending go first, so that no stream stalls behind a long prompt; within each
-    kind the higher priority, then the older. When blocks run out, the sequence of the lowest precedence gives
-    its blocks back and is recomputed later; so the one of the highest precedence always advances.
+    kind the higher priority, then the older. What happens when blocks run short depends on the policy:
+
+    * ``max_utilization`` admits while blocks last. When they run out, the sequence of the lowest precedence
+      gives its blocks back and is recomputed later; so the one of the highest precedence always advances.
+    * ``guaranteed_no_evict`` admits a sequence only if the future peak of KV use fits, and never preempts.
+      A sequence waits for a step where its token would raise that peak above the store; the one that is
+      nearest to its end never does, so somebody always advances.
 
     Args:
         store: the KV-state store that cells are reserved in.
         max_num_tokens: token budget of a step.
         max_running_sequences: most sequences that hold blocks, and so run, at a time.
+        policy: ``max_utilization`` or ``guaranteed_no_evict``.
     """
 
-    def __init__(self, store: KVStore, max_num_tokens: int, max_running_sequences: int) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        max_num_tokens: int,
+        max_running_sequences: int,
+        policy: BatchSchedulerPolicy = "max_utilization",
+    ) -> None:
         self._store = store
         self._max_num_tokens = max_num_tokens
         self._max_running = max_running_sequences
+        self._evicts = policy == "max_utilization"
 
     def plan(self, offered: Iterable[Sequence], live: Iterable[Sequence]) -> Plan:
         """Plan a step.
@@ -83,46 +98,111 @@ class Planner:
             live: every unfinished sequence; any of them may have to give its blocks back.
         """
         draft = _Draft(sorted((s for s in live if s.num_computed), key=_precedence), self._max_num_tokens)
+        turns = sorted(offered, key=_turn)
+        held_back = set() if self._evicts else self._held_back(turns, draft)
         admitting = True
-        for sequence in sorted(offered, key=_turn):
+        for sequence in turns:
             newcomer = sequence.num_computed == 0
-            if draft.budget == 0 or sequence in draft.preempted or (newcomer and not admitting):
+            count = min(sequence.num_pending, draft.budget)
+            if count == 0 or sequence in draft.preempted:
                 continue
-            if self._make_room(sequence, draft):
-                draft.counts[sequence] = min(sequence.num_pending, draft.budget)
-                draft.budget -= draft.counts[sequence]
-            elif newcomer:
+            if sequence in held_back:
+                draft.budget -= count  # it was weighed with its share, so the others get no more than theirs
+            elif newcomer and not (admitting and self._admit(sequence, draft)):
                 admitting = False  # first come, first served: a small newcomer must not starve a large one
+            elif newcomer or self._continue(sequence, draft):
+                count = min(sequence.num_pending, draft.budget)  # of a newcomer's prompt a part may be cached
+                draft.counts[sequence] = count
+                draft.budget -= count
         runs = [Run(sequence, count) for sequence, count in draft.counts.items()]
         return Plan(runs, draft.copies, draft.preempted, draft.num_prefix_hit_tokens)
 
-    def _make_room(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Reserve cells for all pending tokens, preempting from behind if need be; say whether it worked."""
-        newcomer = sequence.num_computed == 0
-        if newcomer:
-            tokens = np.asarray(sequence.tokens, dtype=np.int64)
-            sequence.advance(self._store.match_prefix(sequence.sequence_id, sequence.choice, tokens))
-        behind = draft.behind(sequence)
-        # A newcomer leaves one free block for every sequence ahead of it, or it would be preempted at once.
-        ahead = sum(holder is not sequence for holder in draft.holders) - len(behind)
-        wanted = self._blocks_needed(sequence) + (ahead if newcomer else 0)
-        reachable = self._store.num_free + sum(len(self._store.blocks(*_key(s))) for s in behind)
-        if ahead < self._max_running and wanted <= reachable:
-            while behind and (ahead + len(behind) >= self._max_running or wanted > self._store.num_free):
-                self._preempt(behind.pop(), draft)
-                wanted = self._blocks_needed(sequence) + (ahead if newcomer else 0)
-            copies = self._store.reserve(*_key(sequence), sequence.num_computed, len(sequence.tokens))
-            if copies is not None:
-                draft.copies += copies
-                if newcomer:
-                    draft.num_prefix_hit_tokens += sequence.num_computed
-                    draft.holders.append(sequence)
-                    draft.holders.sort(key=_precedence)
-                return True
-        if newcomer:
-            self._store.drop(*_key(sequence))
-            sequence.preempt()
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Give a newcomer what is cached of its prompt and cells for the rest, if there is room for both."""
+        tokens = np.asarray(sequence.tokens, dtype=np.int64)
+        sequence.advance(self._store.match_prefix(*_key(sequence), tokens))
+        behind = draft.behind(sequence) if self._evicts else []
+        ahead = len(draft.holders) - len(behind)
+        # It leaves one free block for every sequence ahead of it, or it would be preempted at once.
+        headroom = ahead if self._evicts else 0
+        if (
+            (self._evicts or self._fits_for_good(sequence, draft))
+            and ahead < self._max_running
+            and self._make_room(sequence, headroom, self._max_running - 1 - ahead, behind, draft)
+        ):
+            draft.num_prefix_hit_tokens += sequence.num_computed
+            draft.holders.append(sequence)
+            draft.holders.sort(key=_precedence)
+            return True
+        self._store.drop(*_key(sequence))
+        sequence.preempt()
         return False
+
+    def _continue(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Give a sequence that holds blocks the cells of its pending tokens."""
+        if self._blocks_needed(sequence) <= self._store.num_free:  # nearly always, so spare the rest
+            return self._reserve(sequence, draft)
+        behind = draft.behind(sequence) if self._evicts else []
+        return self._make_room(sequence, 0, len(behind), behind, draft)
+
+    def _make_room(
+        self, sequence: Sequence, headroom: int, most_behind: int, behind: list[Sequence], draft: _Draft
+    ) -> bool:
+        """Reserve cells for all pending tokens; say whether it worked.
+
+        Args:
+            headroom: blocks that have to stay free.
+            most_behind: how many of those ``behind`` may keep their blocks at most.
+            behind: whom to preempt if need be, the last of them first.
+        """
+        wanted = self._blocks_needed(sequence) + headroom
+        if wanted > self._store.num_free + sum(len(self._store.blocks(*_key(s))) for s in behind):
+            return False
+        while behind and (len(behind) > most_behind or wanted > self._store.num_free):
+            self._preempt(behind.pop(), draft)
+            wanted = self._blocks_needed(sequence) + headroom  # what is shared may have to be copied no more
+        return wanted <= self._store.num_free and self._reserve(sequence, draft)
+
+    def _reserve(self, sequence: Sequence, draft: _Draft) -> bool:
+        copies = self._store.reserve(*_key(sequence), sequence.num_computed, len(sequence.tokens))
+        if copies is None:
+            return False
+        draft.copies += copies
+        return True
+
+    def _fits_for_good(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Whether the future peak with a newcomer fits, whether its prompt is through in this step or not."""
+        holders = [*draft.holders, sequence]
+        growing = {s for s in draft.holders if draft.counts.get(s) == s.num_pending}
+        peaks = (self._peak(holders, growing), self._peak(holders, growing | {sequence}))
+        return max(peaks) <= self._store.num_blocks
+
+    def _held_back(self, turns: list[Sequence], draft: _Draft) -> set[Sequence]:
+        """The offered holders whose next token would raise the future peak above the store.
+
+        A step in which every holder gets a token never raises the peak. One that leaves some out may: those
+        not in this trip, and those that have more than a step's share of their prompt to run.
+        """
+        budget, growing = draft.budget, set()
+        for sequence in turns:
+            if sequence.num_computed:
+                count = min(sequence.num_pending, budget)
+                budget -= count
+                if count == sequence.num_pending:
+                    growing.add(sequence)
+        if self._peak(draft.holders, growing) <= self._store.num_blocks:
+            return set()
+        allowed: set[Sequence] = set()
+        for sequence in sorted(growing, key=_remaining):
+            if self._peak(draft.holders, allowed | {sequence}) <= self._store.num_blocks:
+                allowed.add(sequence)
+        return growing - allowed
+
+    def _peak(self, holders: list[Sequence], growing: set[Sequence]) -> int:
+        """The future peak of KV use, once each of ``growing`` has got a token."""
+        lengths = [len(s.tokens) + (s in growing) for s in holders]
+        remaining = [_remaining(s) - (s in growing) for s in holders]
+        return future_peak(lengths, remaining, self._store.tokens_per_block)
 
     def _blocks_needed(self, sequence: Sequence) -> int:
         return self._store.blocks_needed(*_key(sequence), sequence.num_computed, len(sequence.tokens))
@@ -138,6 +218,11 @@ class Planner:
 
 def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.sequence_id, sequence.choice
+
+
+def _remaining(sequence: Sequence) -> int:
+    """Tokens a sequence may still generate."""
+    return sequence.limit - len(sequence.tokens)
 
 
 def _precedence(sequence: Sequence) -> tuple[int, int, int]:
