@@ -97,53 +97,51 @@ class ItemAttention {
   }
   const Cell* values_of(Index block) const { return keys_of(block) + call_.layout.keys_size(); }
 
+  // The blocks of a span that some row sees, in the order in which they are read: keys, values, and then
+  // what the next span begins with, so that it can be fetched ahead.
+  struct ReadingOrder {
+    Index first_block;
+    Index num_blocks;
+    const Cell* keys_and_values[2 * (kSpanCells / 16) + kFetchAhead];
+  };
+
+  void arrange(Index span, ReadingOrder& order) const {
+    const Index last = position_of(item_.num_rows - 1) / block_;
+    const Index oldest = call_.window > 0 ? max(position_of(0) - call_.window + 1, 0) / block_ : 0;
+    order.first_block = max(span * span_blocks_, oldest);
+    const Index end = min((span + 1) * span_blocks_, last + 1);
+    order.num_blocks = end - order.first_block;
+    const Cell** next = order.keys_and_values;
+    for (Index block = order.first_block; block < end; ++block) *next++ = keys_of(block);
+    for (Index block = order.first_block; block < end; ++block) *next++ = values_of(block);
+    for (Index i = 0; i < kFetchAhead; ++i) *next++ = keys_of(min(end + i, last));
+  }
+
   // Softmax and output of the rows over one span. Only cells that some row sees are read from the values:
   // what lies behind them belongs to nobody, and must not spread even if it is not a number.
   void attend_span(Index span, SpanState state) const {
-    const Index last = position_of(item_.num_rows - 1);
-    const Index oldest = call_.window > 0 ? position_of(0) - call_.window + 1 : 0;
-    Index first_block = span * span_blocks_;
-    if (oldest > first_block * block_) first_block = oldest / block_;
-    Index end_block = (span + 1) * span_blocks_;
-    if (last / block_ + 1 < end_block) end_block = last / block_ + 1;
-    const Index base = first_block * block_;
-    Index cells = (end_block - first_block) * block_;
-    multiply_keys(first_block, end_block);
-    if (last + 1 - base < cells) cells = last + 1 - base;
+    ReadingOrder order;
+    arrange(span, order);
+    const Index base = order.first_block * block_;
+    const Index cells = min(order.num_blocks * block_, position_of(item_.num_rows - 1) + 1 - base);
+    multiply_keys(order);
     softmax(base, (cells + 15) / 16 * 16, state);
-    multiply_values(first_block, end_block, cells, state.output);
+    multiply_values(order, cells, state.output);
   }
 
-  void multiply_keys(Index first_block, Index end_block) const {
-    const Cell* blocks[2];
-    Product<Cells> product{queries_,
-                           key_width_,
-                           item_.num_rows,
-                           blocks,
-                           key_width_ / Cells::kPair,
-                           key_width_ / Cells::kPair,
-                           block_,
-                           scores_,
-                           span_blocks_ * block_};
-    for (Index block = first_block; block < end_block; ++block, product.out += block_) {
-      blocks[0] = keys_of(block);
-      blocks[1] = block + 1 < end_block ? keys_of(block + 1) : values_of(first_block);
-      multiply<Simd, Cells>(product);
+  void multiply_keys(const ReadingOrder& order) const {
+    const Index steps = key_width_ / Cells::kPair;
+    for (Index i = 0; i < order.num_blocks; ++i) {
+      multiply<Simd, Cells>({queries_, key_width_, item_.num_rows, order.keys_and_values + i, steps, steps,
+                             block_, scores_ + i * block_, span_blocks_ * block_});
     }
   }
 
-  void multiply_values(Index first_block, Index end_block, Index cells, float* output) const {
-    const Cell* blocks[kSpanCells / 16 + 1];
-    for (Index block = first_block; block < end_block; ++block) {
-      blocks[block - first_block] = values_of(block);
-    }
-    // After the last block, the keys of the next span.
-    const bool more = end_block * block_ < run_.length();
-    blocks[end_block - first_block] = more ? keys_of(end_block) : blocks[0];
+  void multiply_values(const ReadingOrder& order, Index cells, float* output) const {
     const Index steps = (cells + Cells::kPair - 1) / Cells::kPair;
     multiply<Simd, Cells>({reinterpret_cast<const Left*>(scores_), span_blocks_ * block_ * left_per_float_,
-                           item_.num_rows, blocks, block_ / Cells::kPair, steps, value_width_, output,
-                           value_width_});
+                           item_.num_rows, order.keys_and_values + order.num_blocks, block_ / Cells::kPair,
+                           steps, value_width_, output, value_width_});
   }
 
   // Scores of `cells` cells from position `base` on -> weights, their maxima and their sums.

@@ -11,6 +11,9 @@
 namespace triton_inflight {
 namespace {
 
+// How many blocks before its turn a block is fetched into the cache.
+inline constexpr Index kFetchAhead = FETCH_AHEAD;
+
 // Pools of float32.
 template <typename Simd>
 struct Float32Cells {
@@ -49,8 +52,8 @@ struct Product {
   const typename Cells::Left* left;  // [row][k]
   Index left_stride;
   Index rows;
-  // Cells in blocks of [steps_per_block][columns][pair]. One entry more than is read: each block's successor
-  // is fetched into the cache while the block is multiplied.
+  // Cells in blocks of [steps_per_block][columns][pair]. kFetchAhead entries more than are multiplied: those
+  // are only fetched into the cache.
   const typename Cells::Cell* const* blocks;
   Index steps_per_block;
   Index steps;  // pairs of k to sum over, through as many blocks as it takes
@@ -72,14 +75,14 @@ void multiply_tile(const Product<Cells>& product, Index row, Index column) {
   Index remaining = product.steps;
   for (Index b = 0; remaining > 0; ++b) {
     const typename Cells::Cell* cells = product.blocks[b] + offset;
-    const typename Cells::Cell* next = product.blocks[b + 1] + offset;
+    const typename Cells::Cell* next = product.blocks[b + kFetchAhead] + offset;
     const Index steps = remaining < product.steps_per_block ? remaining : product.steps_per_block;
     for (Index k = 0; k < steps; ++k, cells += step, next += step, left += Cells::kPair) {
       typename Cells::Panel panels[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
         panels[v] = Cells::load(cells + v * Simd::kWidth * Cells::kPair);
-        if constexpr (kPrefetch) __builtin_prefetch(next + v * Simd::kWidth * Cells::kPair);
+        if constexpr (kPrefetch) __builtin_prefetch(next + v * Simd::kWidth * Cells::kPair, 0, FETCH_HINT);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {

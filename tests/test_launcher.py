@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -180,7 +181,7 @@ def test_the_reason_of_a_model_is_in_the_error(tmp_path: Path) -> None:
 
 def test_what_did_load_is_served_when_errors_are_tolerated(tmp_path: Path) -> None:
     repository = make_repository(tmp_path, good=ECHO, bad=REFUSES)
-    with TritonServer(repository, options=["--exit-on-error=false"]) as server:
+    with TritonServer(repository, options=["--exit-on-error", "false"]) as server:
         assert infer(server.http_url, "good") == ["hello"]
 
 
@@ -249,6 +250,8 @@ def test_what_cannot_be_served_is_refused_at_once(repository: Path, tmp_path: Pa
         TritonServer(tmp_path / "nowhere")
     with pytest.raises(LaunchError, match="--http-port before the --"):
         TritonServer(repository, options=["--http-port=1"])
+    with pytest.raises(LaunchError, match="exit-timeout-secs: invalid int value: 'soon'"):
+        TritonServer(repository, options=["--exit-timeout-secs", "soon"])
     with pytest.raises(LaunchError, match="nothing' is not a program"):
         TritonServer(repository, server=tmp_path / "nothing")
 
@@ -356,6 +359,14 @@ class Serve:
         assert self.process.returncode is not None
         return self.process.returncode
 
+    def log_path(self) -> Path:
+        named = re.search(r"^log +(\S+)", self.read(), re.MULTILINE)
+        assert named is not None
+        return Path(named[1])
+
+    def log(self) -> str:
+        return self.log_path().read_text()
+
     def remains(self) -> Remains:
         wait_until(lambda: "Ctrl-C" in self.read(), f"serve is ready\n{self.output}")
         supervisor = psutil.Process(self.process.pid).children()[0]
@@ -372,6 +383,24 @@ def take_terminal() -> None:
 
 
 PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+
+
+def test_ctrl_c_again_does_not_wait_for_an_open_connection(repository: Path) -> None:
+    """Triton itself would wait out its exit timeout, which is an hour here."""
+    serve = Serve("--model-repository", str(repository), *PORTS, "--", "--exit-timeout-secs=3600")
+    remains = serve.remains()
+    url = re.search(r"HTTP +http://127\.0\.0\.1:(\d+)", serve.output)
+    assert url is not None
+    with socket.create_connection(("127.0.0.1", int(url[1]))) as idle:
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(64).startswith(b"HTTP/1.1 200")
+        serve.press_ctrl_c()
+        wait_until(lambda: "HTTP service connections" in serve.log(), "Triton waits for the connection")
+        assert alive(remains.server)
+        serve.press_ctrl_c()
+        assert serve.exit_code() == 0, serve.output
+    assert remains.all_is_gone()
+    serve.log_path().unlink()
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from triton_inflight.batch import build_batch
@@ -84,6 +85,7 @@ class Engine:
         planner: plans over the same store.
         eos_token_ids: tokens that end a generation.
         max_seq_len: most tokens of a sequence, prompt and output.
+        limit_remedy: what sets ``max_seq_len``, for the error of a prompt that is too long.
     """
 
     def __init__(
@@ -95,9 +97,11 @@ class Engine:
         planner: Planner,
         eos_token_ids: Iterable[int],
         max_seq_len: int,
+        limit_remedy: str = "max_seq_len in config.pbtxt bounds them",
     ) -> None:
         self.store = store
         self.max_seq_len = max_seq_len
+        self._limit_remedy = limit_remedy
         self._runner = runner
         self._tokenizer = tokenizer
         self._tensors = tensors
@@ -116,7 +120,11 @@ class Engine:
     @property
     def num_active(self) -> int:
         """Number of live sequences that hold blocks."""
-        return sum(generation.sequence.num_computed > 0 for generation in self._live.values())
+        return len(self) - len(self.waiting())
+
+    def waiting(self) -> list[int]:
+        """IDs of the live sequences that hold no blocks: new or preempted, in the order of arrival."""
+        return [i for i, generation in self._live.items() if generation.sequence.num_computed == 0]
 
     def add(self, sequence_id: int, request: GenerationRequest) -> int:
         """Take in a new sequence; it holds no blocks until a step runs it.
@@ -132,13 +140,14 @@ class Engine:
         if len(tokens) >= self.max_seq_len:
             raise RequestError(
                 f"text_input is {len(tokens)} tokens long; this model takes at most {self.max_seq_len - 1}, so that "
-                f"prompt and output fit into max_seq_len = {self.max_seq_len} tokens (set in config.pbtxt)"
+                f"prompt and output fit into {self.max_seq_len} tokens: {self._limit_remedy}"
             )
         sequence = Sequence(
             sequence_id,
             tokens,
             limit=min(len(tokens) + request.max_tokens, self.max_seq_len),
             order=self._arrivals,
+            priority=request.request_priority,
         )
         self._arrivals += 1
         self._live[sequence_id] = _Generation(sequence, Detokenizer(self._tokenizer, tokens))
@@ -148,6 +157,12 @@ class Engine:
         """Forget a sequence and give its blocks back; unknown IDs are no error."""
         self._live.pop(sequence_id, None)
         self.store.free(sequence_id)
+
+    def finish(self, sequence_id: int, reason: str) -> Update:
+        """End a live sequence early, for a reason of the caller's; its last text is in the update."""
+        text = self._live[sequence_id].detokenizer.flush()
+        self.drop(sequence_id)
+        return Update(sequence_id, text, finish_reason=reason)
 
     def step(self, sequence_ids: Iterable[int]) -> Step:
         """Plan, batch, run, sample, commit: one forward pass over the given live sequences.
@@ -180,10 +195,19 @@ class Engine:
     def _forward(self, plan: Plan) -> list[tuple[Sequence, int]]:
         """Run the plan; the next token of each sequence that has no more tokens pending."""
         self._tensors.copy_blocks(plan.copies)
-        batch = build_batch(plan.runs, self.store, self._runner.device)
-        logits = self._runner.run(batch, self._tensors)
-        tokens = sample(logits)
-        for run in plan.runs:
+        try:
+            return self._run(plan.runs)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            parts = _halves(plan.runs)
+            log.warning(
+                "out of memory in a step of %d sequences; again in two parts: %s", len(plan.runs), error
+            )
+        return [pair for part in parts for pair in self._run(part)]
+
+    def _run(self, runs: list[Run]) -> list[tuple[Sequence, int]]:
+        batch = build_batch(runs, self.store, self._runner.device)
+        tokens = sample(self._runner.run(batch, self._tensors))
+        for run in runs:
             run.sequence.advance(run.count)
             self._publish(run)
         return list(zip(batch.sampled, tokens, strict=True))
@@ -218,3 +242,11 @@ class Engine:
     def _fail(self, sequence_id: int, error: Exception) -> Update:
         self.drop(sequence_id)
         return Update(sequence_id, finish_reason="error", error=f"{type(error).__name__}: {error}")
+
+
+def _halves(runs: list[Run]) -> list[list[Run]]:
+    """A step's runs in two parts; of a single run the first half of its tokens, the rest is for a later step."""
+    if len(runs) == 1:
+        return [[Run(runs[0].sequence, -(-runs[0].count // 2))]]
+    middle = len(runs) // 2
+    return [runs[:middle], runs[middle:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -25,8 +26,11 @@ from triton_inflight import supervisor
 from triton_inflight.server_log import failure_reason, last_message, lost_a_port
 from triton_inflight.triton_home import LaunchError, assemble_backends, find_triton, server_environment
 
-_EXIT_TIMEOUT_SECONDS = 10  # Triton waits that long for requests in flight
-_GRACE_SECONDS = _EXIT_TIMEOUT_SECONDS + 5
+_EXIT_TIMEOUT = (
+    "--exit-timeout-secs="  # how long Triton waits for requests in flight and for open connections
+)
+_DEFAULT_EXIT_TIMEOUT = 10
+_GRACE_SECONDS = 5  # past the exit timeout, before the server is killed
 _ATTEMPTS_AT_FREE_PORTS = 3
 _SERVICES = ("http", "grpc", "metrics")
 # What the launcher has to know of, and where to say it instead.
@@ -90,6 +94,7 @@ class TritonServer:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._server: psutil.Process | None = None
         self._check_options()
+        self._known_options = read_known_options(self._options)
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -250,7 +255,8 @@ class TritonServer:
     def stop(self) -> int | None:
         """Stop the server and wait until nothing of it is left; Triton's exit code, None if it did not run.
 
-        Requests in flight get a few seconds to finish. A second Ctrl-C meanwhile cuts that short.
+        Triton waits for requests in flight and for clients that keep HTTP connections open, at most its
+        exit timeout (10 s, or ``--exit-timeout-secs`` in the options). A second Ctrl-C cuts that short.
         """
         process, self._supervisor = self._supervisor, None
         if process is None:
@@ -274,6 +280,10 @@ class TritonServer:
     def _client_host(self) -> str:
         return "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
 
+    @property
+    def _seconds_to_stop(self) -> int:
+        return int(self._known_options.exit_timeout_secs) + _GRACE_SECONDS
+
     def _check_options(self) -> None:
         for option in self._options:
             name = option.split("=")[0]
@@ -288,7 +298,7 @@ class TritonServer:
             # -I, -S: nothing of the environment is read, which makes it quick and safe.
             sys.executable, "-I", "-S", supervisor.__file__,
             f"--parent-pid={os.getpid()}",
-            f"--grace-seconds={_GRACE_SECONDS}",
+            f"--grace-seconds={self._seconds_to_stop}",
             f"--shm-prefix={self.shm_prefix}",
             f"--runtime-directory={self.runtime_directory}",
             "--",
@@ -306,13 +316,13 @@ class TritonServer:
             *(f"--load-model={model}" for model in self._models),
             # Python-based backends take this one from "python", not from their own name.
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--exit-timeout-secs={_EXIT_TIMEOUT_SECONDS}",
+            f"--exit-timeout-secs={self._known_options.exit_timeout_secs}",
             *self._options,
         ]
 
     def _is_ready(self) -> bool:
         # With --exit-on-error=false the server is to serve what did load; it is never "ready" then.
-        asked = "live" if "--exit-on-error=false" in self._options else "ready"
+        asked = "live" if self._known_options.exit_on_error in ("false", "0") else "ready"
         try:
             with urllib.request.urlopen(f"{self.http_url}/v2/health/{asked}", timeout=5) as response:
                 return response.status == 200 and self._listens()
@@ -340,13 +350,28 @@ class TritonServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stubs = self._server.children(recursive=True)
                 try:
-                    self._server.wait(_GRACE_SECONDS)
+                    self._server.wait(self._seconds_to_stop)
                 except psutil.TimeoutExpired:
                     self._server.kill()
                 for stub in stubs:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         stub.send_signal(signal.SIGKILL)
         supervisor.remove_leftovers(self.shm_prefix, self.runtime_directory)
+
+
+def read_known_options(options: Sequence[str]) -> argparse.Namespace:
+    """Those of tritonserver's options that the launcher acts on too, in either spelling (``--a=b``, ``--a b``).
+
+    Raises:
+        LaunchError: one of them has no value, or a wrong one.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--exit-timeout-secs", type=int, default=_EXIT_TIMEOUT_SECONDS)
+    parser.add_argument("--exit-on-error", default="true")
+    try:
+        return parser.parse_known_args(options)[0]
+    except argparse.ArgumentError as error:
+        raise LaunchError(f"option of tritonserver: {error}") from error
 
 
 def choose_ports(host: str, wanted: Sequence[int | None]) -> list[int]:

@@ -61,7 +61,9 @@ def load_engine(settings: Settings, base: Path | None = None) -> Engine:
         conformance.difference, num_blocks, settings.tokens_per_block,
         capacity * bytes_per_token(conformance.shapes, dtype) / 2**20, min(max_seq_len, capacity),
     )  # fmt: skip
-    planner = Planner(store, settings.max_num_tokens, settings.max_running_sequences)
+    planner = Planner(
+        store, settings.max_num_tokens, settings.max_running_sequences, settings.batch_scheduler_policy
+    )
     return Engine(
         Runner(model),
         tokenizer,
@@ -70,6 +72,11 @@ def load_engine(settings: Settings, base: Path | None = None) -> Engine:
         planner,
         weights.eos_token_ids(model, tokenizer),
         min(max_seq_len, capacity),
+        limit_remedy=(
+            "the KV-state store holds no more; raise max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"
+            if capacity < max_seq_len
+            else "max_seq_len in config.pbtxt and the model's context bound them"
+        ),
     )
 
 
