@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from triton_inflight.sampling import one_thread
+
 # Stands for -inf, which JSON has no word for.
 _LOWEST = -9999.0
 
@@ -58,6 +60,7 @@ def to_json(positions: Sequence[PositionLogprobs | None], decode: Callable[[int]
     return json.dumps([position and position.entries(decode) for position in positions])
 
 
+@one_thread()
 @torch.inference_mode()
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int | None]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,9 +67,25 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState] = ()) -> list[i
     active = [row for row, state in enumerate(states) if not state.is_plain]
     chosen = np.full(len(logits), NO_TOKEN) if active and len(active) == len(logits) else greedy(logits)
     if active:
-        chosen[active] = _Pass(logits, active, [states[row] for row in active]).draw()
+        with one_thread():
+            chosen[active] = _Pass(logits, active, [states[row] for row in active]).draw()
     tokens: list[int] = chosen.tolist()
     return tokens
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's operations inside run on the calling thread alone.
+
+    They are so short that a second thread gains a tenth of a millisecond, and on a busy machine each of them may
+    wait for it for as long as the scheduler lets another process run.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def probabilities(logits: torch.Tensor, states: Sequence[SamplingState]) -> Floats:
