@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, takewhile
 from pathlib import Path
 
@@ -77,11 +78,16 @@ def stream(
     return [*(detokenizer.push(token_id) for token_id in output), detokenizer.flush()]
 
 
-def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
-    """The tokens of single bytes, in either alphabet; SmolLM2 has none for a few bytes, which are left out."""
+@cache
+def alphabet(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """The tokens of single bytes, however they are spelled; SmolLM2 has none for a few bytes."""
     vocabulary, spelling = tokenizer.get_vocab(), bytes_to_unicode()
-    ids = (vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(spelling[byte])) for byte in data)
-    return [token_id for token_id in ids if token_id is not None]
+    ids = {byte: vocabulary.get(f"<0x{byte:02X}>", vocabulary.get(spelling[byte])) for byte in range(256)}
+    return {byte: token_id for byte, token_id in ids.items() if token_id is not None}
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+    return [alphabet(tokenizer)[byte] for byte in data if byte in alphabet(tokenizer)]
 
 
 def oracle(
