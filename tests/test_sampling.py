@@ -226,8 +226,11 @@ DRAWN = [
     SamplingParams(temperature=1.0, top_p=0.6),
     SamplingParams(temperature=1.3, top_p=0.9, min_p=0.05),
     SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.0, top_k=2),
     SamplingParams(temperature=1.0, top_k=12),
     SamplingParams(temperature=1.0, typical_p=0.7),
+    SamplingParams(temperature=0.7, typical_p=0.3),
+    SamplingParams(temperature=1.0, typical_p=0.7, top_p=0.8),
     SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.5),
 ]
 
@@ -263,13 +266,13 @@ def test_samples_of_one_sequence_follow_the_probabilities(params: SamplingParams
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 def test_samples_of_many_seeds_in_batches_follow_the_probabilities(params: SamplingParams) -> None:
     scores = scores_of(1, 150, 1, scale=1.5)
-    others = scores_of(3, 150, 2)
-    mates = [state_of(SamplingParams(), [1], []), *(state_of(p, [1], []) for p in DRAWN[1:5:2])]
+    others = scores_of(4, 150, 2)
+    mates = [state_of(SamplingParams(), [1], []), *(state_of(p, [1], []) for p in DRAWN[1:6:2])]
     expected = probabilities(scores, [state_of(params, [3, 4], [])])[0]
     tokens = []
     for first in range(0, 2000, 50):
         states = [state_of(replace(params, seed=seed), [3, 4], []) for seed in range(first, first + 50)]
-        tokens += sample(torch.cat([others, scores.expand(50, -1)]), mates + states)[3:]
+        tokens += sample(torch.cat([others, scores.expand(50, -1)]), mates + states)[4:]
     assert_drawn_from(tokens, expected)
 
 

@@ -116,12 +116,20 @@ class _Limited:
     Attributes:
         rows: R.
         floors: (R,) scores below which they keep nothing.
-        masses: (R,) sum of exp(score - the largest) over the whole vocabulary, where it is known.
+        masses: (R,) sum of exp(score - the largest) over the whole vocabulary; 0 where the floor is low enough
+            for nothing but the row's own tokens to matter.
+        entropies: (R,) in nats, of the whole vocabulary; for rows with typical_p and a mass.
     """
 
     rows: Ids
     floors: Floats
-    masses: Floats | None = None
+    masses: Floats
+    entropies: Floats
+
+    @classmethod
+    def above(cls, rows: Ids, floors: Floats) -> _Limited:
+        """Rows that keep only what is above their floors, whatever the rest is."""
+        return cls(rows, floors, np.zeros(len(rows)), np.zeros(len(rows)))
 
 
 class _Pass:
@@ -164,7 +172,9 @@ class _Pass:
         # The rest: what they keep is found first, where that is cheap or there is no other way; or they draw from
         # all tokens and then see whether that one is kept.
         unlimited = (self.top_k == 0) | ((self.top_k > num_blocks) & (self.top_p == 1))
-        finds_first = ~unlimited | (self.typical_p < 1) | ((self.min_p > 0) & (self.top_p == 1))
+        only_typical = (self.typical_p < 1) & (self.top_k == 0) & (self.top_p == 1) & (self.min_p == 0)
+        narrows = ~unlimited | (self.typical_p < 1) | ((self.min_p > 0) & (self.top_p == 1))
+        finds_first = narrows & ~only_typical
         self.limited_rows = np.flatnonzero(valid & ~is_greedy & finds_first)
         self.free_rows = np.flatnonzero(valid & ~is_greedy & ~finds_first)
 
@@ -177,7 +187,7 @@ class _Pass:
         if len(self.greedy_rows) == len(self.states):
             return tokens
         chances, second_chances = uniforms(self.states)
-        limited = [_Limited(self.limited_rows, self._floors(self.limited_rows))]
+        limited = [_Limited.above(self.limited_rows, self._floors(self.limited_rows))]
         if len(self.free_rows):
             tokens[self.free_rows], drawn = self._draw_free(chances[self.free_rows])
             chances[drawn.rows] = second_chances[drawn.rows]
@@ -195,8 +205,8 @@ class _Pass:
         result = np.zeros((len(self.states), self.vocabulary))
         if len(self.greedy_rows):
             result[self.greedy_rows, self._most_likely()] = 1
-        limited = _Limited(self.limited_rows, self._floors(self.limited_rows))
-        free = _Limited(self.free_rows, np.full(len(self.free_rows), _LOWEST))
+        limited = _Limited.above(self.limited_rows, self._floors(self.limited_rows))
+        free = _Limited.above(self.free_rows, np.full(len(self.free_rows), _LOWEST))
         for rows, ids, weights in self._kept([limited, free]):
             # Padding has weight 0 and may carry any id, so it must not overwrite a token's weight.
             row, column = np.nonzero(weights)
@@ -230,10 +240,11 @@ class _Pass:
     def _draw_free(self, chances: Floats) -> tuple[Ids, _Limited]:
         """Draw from all tokens: a block by its sum, then a token in it.
 
-        Rows with top_p or a large top_k then see whether they keep that token, and draw again from what they keep
-        if not; that gives each token that they keep the probability it should have: p + (1 - kept) * p / kept =
-        p / kept. What they keep are the most likely tokens down to some score, so nothing below the drawn token's
-        score matters, and most rows never have more than a few candidates.
+        Rows that keep only some tokens then see whether the drawn one is among them, and draw again from what they
+        keep if not; that gives each token that they keep the probability it should have:
+        p + (1 - kept) * p / kept = p / kept. Only the tokens that go before the drawn one matter for that: what
+        top_p, min_p and a large top_k keep are the most likely tokens down to some score, what typical_p keeps are
+        those whose information is closest to the entropy. So most rows never have more than a few candidates.
 
         Returns:
             Tokens of the free rows; the rows that may not keep theirs, down to that token.
@@ -249,8 +260,21 @@ class _Pass:
         inside = masses[self._upload(every), self._upload(blocks)].double().cpu().numpy()
         offsets = _pick(inside, np.clip(rest / sums[every, blocks], 0, 1))
         scores = self.scores[self._upload(rows), self._upload(blocks), self._upload(offsets)].cpu().numpy()
-        unsure = np.flatnonzero((self.top_p[rows] < 1) | (self.top_k[rows] > 0))
-        return blocks * _BLOCK + offsets, _Limited(rows[unsure], scores[unsure], total[unsure])
+        tokens = blocks * _BLOCK + offsets
+
+        floors, entropies = scores.astype(np.float64), np.zeros(len(rows))
+        typical = np.flatnonzero(self.typical_p[rows] < 1)
+        if len(typical):
+            of_typical = masses if len(typical) == len(rows) else masses[self._upload(typical)]
+            products = torch.special.xlogy(of_typical, of_typical).sum(dim=-1).double().cpu().numpy()
+            log_total = np.log(total[typical])
+            entropy = log_total - np.cumsum(products, axis=1)[:, -1] / total[typical]
+            largest = self.largest[rows[typical]].astype(np.float64)
+            distance = np.abs(largest + log_total - floors[typical] - entropy)
+            entropies[typical] = entropy
+            floors[typical] = _with_margin(largest + log_total - entropy - distance)
+        unsure = np.flatnonzero((self.top_p[rows] < 1) | (self.top_k[rows] > 0) | (self.typical_p[rows] < 1))
+        return tokens, _Limited(rows[unsure], floors[unsure], total[unsure], entropies[unsure])
 
     def _kept(self, limited: Sequence[_Limited]) -> Iterator[tuple[Ids, Ids, Floats]]:
         """In groups: R rows, their candidates (R, W) and the weights of these (R, W)."""
@@ -258,7 +282,8 @@ class _Pass:
         if not len(rows):
             return
         floors = np.concatenate([part.floors for part in limited]).astype(np.float32)
-        masses = np.concatenate([np.zeros(len(p.rows)) if p.masses is None else p.masses for p in limited])
+        masses = np.concatenate([part.masses for part in limited])
+        entropies = np.concatenate([part.entropies for part in limited])
         row, ids, scores = self._candidates(rows, floors)
         counts = np.bincount(row, minlength=len(rows))
         starts = np.cumsum(counts) - counts
@@ -268,7 +293,8 @@ class _Pass:
             if len(group):
                 own = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in group])
                 sorted_ids, sorted_scores = _sorted_matrix(counts[group], ids[own], scores[own])
-                yield rows[group], sorted_ids, self._weights(rows[group], sorted_scores, masses[group])
+                weights = self._weights(rows[group], sorted_scores, masses[group], entropies[group])
+                yield rows[group], sorted_ids, weights
 
     def _floors(self, rows: Ids) -> Floats:
         """Scores below which a row surely keeps nothing: (R,)."""
@@ -286,9 +312,8 @@ class _Pass:
             floors[by_tokens] = lowest.cpu().numpy()
         by_min_p = np.flatnonzero((self.min_p[rows] > 0) & (self.top_p[rows] == 1))
         if len(by_min_p):
-            # With a margin for the rounding of the scores; `_weights` decides exactly.
             scores = self.largest[rows[by_min_p]] + np.log(self.min_p[rows[by_min_p]])
-            floors[by_min_p] = np.maximum(floors[by_min_p], scores - 1e-3 - 1e-6 * np.abs(scores))
+            floors[by_min_p] = np.maximum(floors[by_min_p], _with_margin(scores))
         return np.maximum(floors, _LOWEST)
 
     def _candidates(self, rows: Ids, floors: Float32s) -> tuple[Ids, Ids, Float32s]:
@@ -298,13 +323,13 @@ class _Pass:
         which, offset = np.nonzero(picked >= floors[row][:, None])
         return row[which], block[which] * _BLOCK + offset, picked[which, offset]
 
-    def _weights(self, rows: Ids, scores: Float32s, masses: Floats) -> Floats:
+    def _weights(self, rows: Ids, scores: Float32s, masses: Floats, entropies: Floats) -> Floats:
         """Weights in proportion to the probabilities that top_k, top_p, min_p and typical_p leave.
 
         Args:
             rows: R.
             scores: (R, W), descending in each row, then -inf.
-            masses: (R,) as in ``_Limited``; 0: what ``scores`` has is the whole.
+            masses, entropies: (R,) as in ``_Limited``.
         """
         weights = np.exp(scores.astype(np.float64) - scores[:, :1])
         k = self.top_k[rows]
@@ -321,7 +346,10 @@ class _Pass:
         weights[weights < self.min_p[rows][:, None]] = 0
         typical = np.flatnonzero(self.typical_p[rows] < 1)
         if len(typical):
-            weights[typical] = _typical(weights[typical], self.typical_p[rows[typical]])
+            own = weights[typical]
+            total = np.where(masses[typical] > 0, masses[typical], np.cumsum(own, axis=1)[:, -1])
+            keeps = _is_typical(own / total[:, None], self.typical_p[rows[typical]], entropies[typical])
+            weights[typical] = np.where(keeps, own, 0)
         return weights
 
 
@@ -395,17 +423,28 @@ def _sorted_matrix(counts: Ids, ids: Ids, scores: Float32s) -> tuple[Ids, Float3
     return ids, np.where(filled, bits.view(np.float32), -np.float32(np.inf))
 
 
-def _typical(weights: Floats, mass: Floats) -> Floats:
-    """Keep the tokens whose information is closest to its expectation, up to a mass (Meister et al., 2022)."""
-    chances = weights / np.cumsum(weights, axis=1)[:, -1:]
+def _is_typical(chances: Floats, mass: Floats, entropies: Floats) -> npt.NDArray[np.bool_]:
+    """Whether a token is among those whose information is closest to the entropy, up to a mass (Meister et al., 2022).
+
+    Args:
+        chances: (R, W) probabilities.
+        mass: (R,) what the probabilities of those tokens sum up to, at least.
+        entropies: (R,) in nats; 0: that of ``chances``.
+    """
     information = -np.log(chances, out=np.zeros_like(chances), where=chances > 0)
-    entropy = np.cumsum(chances * information, axis=1)[:, -1:]
-    distance = np.where(chances > 0, np.abs(information - entropy), np.inf)
+    own_entropies = np.cumsum(chances * information, axis=1)[:, -1]
+    entropies = np.where(entropies > 0, entropies, own_entropies)
+    distance = np.where(chances > 0, np.abs(information - entropies[:, None]), np.inf)
     order = np.argsort(distance, axis=1)
     reached = np.cumsum(np.take_along_axis(chances, order, axis=1), axis=1)
-    last = np.minimum((reached < mass[:, None]).sum(axis=1), weights.shape[1] - 1)
+    last = np.minimum((reached < mass[:, None]).sum(axis=1), chances.shape[1] - 1)
     limit = np.take_along_axis(distance, np.take_along_axis(order, last[:, None], axis=1), axis=1)
-    return np.where(distance > limit, 0, weights)
+    return distance <= limit
+
+
+def _with_margin(floors: Floats) -> Floats:
+    """Lower by more than float32 scores are rounded; what is let in by that is decided on exactly later."""
+    return floors - 1e-3 - 1e-6 * np.abs(floors)
 
 
 def _pick(weights: Floats, chances: Floats) -> Ids:
