@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,25 +21,11 @@ import psutil
 
 from triton_inflight import supervisor
 from triton_inflight.server_log import failure_reason, last_message, lost_a_port
+from triton_inflight.server_options import SERVICES, choose_ports, read_options
 from triton_inflight.triton_home import LaunchError, assemble_backends, find_triton, server_environment
 
-_EXIT_TIMEOUT = (
-    "--exit-timeout-secs="  # how long Triton waits for requests in flight and for open connections
-)
-_DEFAULT_EXIT_TIMEOUT = 10
 _GRACE_SECONDS = 5  # past the exit timeout, before the server is killed
 _ATTEMPTS_AT_FREE_PORTS = 3
-_SERVICES = ("http", "grpc", "metrics")
-# What the launcher has to know of, and where to say it instead.
-_OWN_OPTIONS = {
-    "--model-repository": "--model-repository before the --",
-    "--model-store": "--model-repository before the --",
-    "--load-model": "--model before the --",
-    "--log-file": "--log-file before the --",
-    "--backend-directory": "the variable TRITON_INFLIGHT_SERVER, or `triton-inflight install`",
-    **{f"--{service}-port": f"--{service}-port before the --" for service in _SERVICES},
-    **{f"--{service}-address": "--host before the --" for service in _SERVICES},
-}
 
 
 class TritonServer:
@@ -93,8 +76,10 @@ class TritonServer:
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"{self._name}.log"))
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._server: psutil.Process | None = None
-        self._check_options()
-        self._known_options = read_known_options(self._options)
+        self._known_options = read_options(self._options)
+        for repository in self._repositories:
+            if not repository.is_dir():
+                raise LaunchError(f"model repository '{repository}' is not a directory")
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -282,16 +267,7 @@ class TritonServer:
 
     @property
     def _seconds_to_stop(self) -> int:
-        return int(self._known_options.exit_timeout_secs) + _GRACE_SECONDS
-
-    def _check_options(self) -> None:
-        for option in self._options:
-            name = option.split("=")[0]
-            if name in _OWN_OPTIONS:
-                raise LaunchError(f"option {name} is not passed to tritonserver: use {_OWN_OPTIONS[name]}")
-        for repository in self._repositories:
-            if not repository.is_dir():
-                raise LaunchError(f"model repository '{repository}' is not a directory")
+        return self._known_options.exit_timeout_seconds + _GRACE_SECONDS
 
     def _supervisor_command(self) -> list[str]:
         return [
@@ -310,19 +286,19 @@ class TritonServer:
             str(self._home.server),
             f"--backend-directory={self.runtime_directory / 'backends'}",
             *(f"--model-repository={repository.resolve()}" for repository in self._repositories),
-            *(f"--{service}-port={port}" for service, port in zip(_SERVICES, self._ports, strict=True)),
-            *(f"--{service}-address={self.host}" for service in _SERVICES),
+            *(f"--{service}-port={port}" for service, port in zip(SERVICES, self._ports, strict=True)),
+            *(f"--{service}-address={self.host}" for service in SERVICES),
             *(["--model-control-mode=explicit"] if self._models else []),
             *(f"--load-model={model}" for model in self._models),
             # Python-based backends take this one from "python", not from their own name.
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            f"--exit-timeout-secs={self._known_options.exit_timeout_secs}",
+            f"--exit-timeout-secs={self._known_options.exit_timeout_seconds}",
             *self._options,
         ]
 
     def _is_ready(self) -> bool:
         # With --exit-on-error=false the server is to serve what did load; it is never "ready" then.
-        asked = "live" if self._known_options.exit_on_error in ("false", "0") else "ready"
+        asked = "ready" if self._known_options.exit_on_error else "live"
         try:
             with urllib.request.urlopen(f"{self.http_url}/v2/health/{asked}", timeout=5) as response:
                 return response.status == 200 and self._listens()
@@ -357,43 +333,3 @@ class TritonServer:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         stub.send_signal(signal.SIGKILL)
         supervisor.remove_leftovers(self.shm_prefix, self.runtime_directory)
-
-
-def read_known_options(options: Sequence[str]) -> argparse.Namespace:
-    """Those of tritonserver's options that the launcher acts on too, in either spelling (``--a=b``, ``--a b``).
-
-    Raises:
-        LaunchError: one of them has no value, or a wrong one.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--exit-timeout-secs", type=int, default=_EXIT_TIMEOUT_SECONDS)
-    parser.add_argument("--exit-on-error", default="true")
-    try:
-        return parser.parse_known_args(options)[0]
-    except argparse.ArgumentError as error:
-        raise LaunchError(f"option of tritonserver: {error}") from error
-
-
-def choose_ports(host: str, wanted: Sequence[int | None]) -> list[int]:
-    """The wanted ports, and free ones in place of None.
-
-    Raises:
-        LaunchError: a wanted port is taken, or the host's address is not this machine's.
-    """
-    with contextlib.ExitStack() as sockets:
-        # All stay bound until the last is chosen, so that no two are the same.
-        return [_bind(sockets.enter_context(socket.socket()), host, port) for port in wanted]
-
-
-def _bind(probe: socket.socket, host: str, port: int | None) -> int:
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does
-    try:
-        probe.bind((host, port or 0))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            reason = f"port {port} of {host} is in use; stop what uses it, or choose another port (0: any free one)"
-        else:
-            reason = f"cannot listen on {host} port {port or 'any'}: {error.strerror}"
-        raise LaunchError(reason) from error
-    chosen: int = probe.getsockname()[1]
-    return chosen
