@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -151,6 +152,25 @@ def test_named_models_alone_are_loaded_and_options_reach_triton(repository: Path
         with pytest.raises(urllib.error.HTTPError, match="404"):
             infer(server.http_url, "echo")
     assert "successfully loaded 'other'" in log.read_text(), "a log that was asked for stays"
+
+
+def test_a_triton_on_path_is_used_with_all_of_its_backends(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel's Triton, laid out as one that stands on its own: in NVIDIA's container, for one."""
+    wheel = find_triton()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "backends" / "another").mkdir(parents=True)
+    shutil.copy(wheel.server, tmp_path / "bin")
+    shutil.copytree(wheel.backends / "python", tmp_path / "backends" / "python")
+    shutil.copy(wheel.stub, tmp_path / "backends" / "python")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(wheel.libraries))
+    with TritonServer(repository, models=["echo"]) as server:
+        assert infer(server.http_url, "echo") == ["hello"]
+        assert server.pid is not None
+        assert psutil.Process(server.pid).exe() == str(tmp_path / "bin" / "tritonserver")
+        assert (server.runtime_directory / "backends" / "another").is_dir()
 
 
 def test_stop_does_not_wait_for_a_model_that_never_loads(tmp_path: Path) -> None:
