@@ -52,8 +52,34 @@ def edit(folder: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_the_shipped_model_is_what_init_writes() -> None:
+def test_the_shipped_models_are_what_init_writes() -> None:
     assert SHIPPED.read_text() == config_text(MODEL)
+    compatible = ROOT / "model_repository" / "smollm2_compat" / "config.pbtxt"
+    assert compatible.read_text() == config_text(MODEL, compat=True)
+
+
+def test_compat_declares_what_other_clients_send_and_requires_the_prompt_alone(tmp_path: Path) -> None:
+    code, _ = run("init", tmp_path, "--name", "m", "--model", MODEL, "--compat")
+    assert code == 0
+    declared = {tensor["name"]: tensor for tensor in read_config(tmp_path / "m" / "config.pbtxt")["input"]}
+    assert [name for name, tensor in declared.items() if not tensor["optional"]] == ["text_input"]
+    # vLLM's inputs, TensorRT-LLM's, and those of Triton's OpenAI frontend.
+    for name, data_type, dims in [
+        ("stream", "TYPE_BOOL", [1]),
+        ("sampling_parameters", "TYPE_STRING", [1]),
+        ("exclude_input_in_output", "TYPE_BOOL", [1]),
+        ("return_logprobs", "TYPE_BOOL", [1]),
+        ("max_tokens", "TYPE_INT32", [1]),
+        ("stop_words", "TYPE_STRING", [-1]),
+        ("return_log_probs", "TYPE_BOOL", [1]),
+        ("num_return_sequences", "TYPE_INT32", [1]),
+        ("seed", "TYPE_UINT64", [1]),
+        ("lora_weights", "TYPE_FP16", [-1, -1]),
+    ]:
+        assert (declared[name]["data_type"], declared[name]["dims"]) == (data_type, dims)
+    report = report_on(tmp_path / "m")
+    assert report.errors == []
+    assert len(report.warnings) == 1
 
 
 def test_check_reads_a_file_as_triton_does() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from triton_inflight.errors import SettingsError
+from triton_inflight.outputs import OUTPUTS
 from triton_inflight.settings import PARAMETERS, Settings, auto_complete, completed, examine
-from triton_inflight.triton_config import Instances
+from triton_inflight.triton_config import Instances, compatible_inputs
 
 # What tritonserver 2.51 passed to a model for model_repository/smollm2, auto-completed.
 SHIPPED = json.loads((Path(__file__).parent / "data" / "smollm2_model_config.json").read_text())
@@ -96,6 +97,9 @@ def test_settings_can_be_made_without_triton() -> None:
         ("max_num_tokens", "32", 32),
         ("max_seq_len", "2048", 2048),
         ("trust_remote_code", "True", True),
+        ("unknown_parameters", "warn", "warn"),
+        ("use_generation_config", "false", False),
+        ("stream_interval", "8", 8),
         ("enable_kv_cache_reuse", "false", False),
         ("ignored_parameters", "x-*, traceparent", ("x-*", "traceparent")),
         ("default_max_tokens", "16", 16),
@@ -147,6 +151,9 @@ def test_sizes_of_the_store(text: str, size: int) -> None:
         ("max_num_tokens", "9" * 5000),
         ("max_seq_len", "1"),
         ("trust_remote_code", "yes"),
+        ("unknown_parameters", "ignore"),
+        ("use_generation_config", "0"),
+        ("stream_interval", "0"),
         ("ignored_parameters", "a,,b"),
         ("default_max_tokens", "0"),
         ("max_time", "0"),
@@ -280,17 +287,56 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"output.1": {"name": "finish_reasons", "data_type": "TYPE_STRING", "dims": [1]}},
+        ["output finish_reasons: is not known", 'did you mean "finish_reason"', "Delete it"],
+    ),
+    (
+        {"output.0": {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [1]}},
+        ["output text_output: is missing", 'Add output { name: "text_output"', "dims: [ -1 ]"],
+    ),
+    (
+        {"output.3.data_type": "TYPE_INT64"},
+        ["output num_input_tokens: data_type TYPE_INT64", "allowed: TYPE_UINT32", "Write data_type"],
+    ),
+    (
+        {"output.0.dims": [2]},
+        ["output text_output: dims [2]", "allowed: [-1] or [1]", "Write dims: [ -1 ]"],
+    ),
+    (
+        {"output.10.dims": [-1]},
+        ["output output_log_probs: dims [-1]", "allowed: [-1, -1] or [1, 1]", "Write dims: [ -1, -1 ]"],
+    ),
+    (
+        {"input.0": {"name": "lora_config", "data_type": "TYPE_INT64", "dims": [1]}},
         [
-            "output finish_reasons: is not known",
-            'did you mean "finish_reason"',
-            "output finish_reason: is mis",
+            "input lora_config: data_type TYPE_INT64",
+            "allowed: TYPE_INT32",
+            "dims [1]",
+            "Write dims: [ -1, 3 ]",
         ],
     ),
     (
-        {"output.2.data_type": "TYPE_INT64"},
-        ["output num_input_tokens: data_type TYPE_INT64", "allowed: TYPE_UINT32", "Write data_type"],
+        {"parameters.default_top_q": {"string_value": "0.5"}},
+        ["parameters.default_top_q: is not known", 'did you mean "default_top_p"', "Rename or delete it"],
     ),
-    ({"output.0.dims": [-1]}, ["output text_output: dims [-1]", "allowed: [1]", "Write dims: [ 1 ]"]),
+    (
+        {"parameters.default_stream": {"string_value": "true"}},
+        ["parameters.default_stream: is not known"],
+    ),
+    (
+        {"parameters.temperature": {"string_value": "0.5"}},
+        ["parameters.temperature: is not known", 'did you mean "default_temperature"'],
+    ),
+    (
+        {"parameters.default_top_p": {"string_value": "1.5"}},
+        ["parameters.default_top_p: '1.5' is out of range", "above 0, up to 1", "Change or delete it"],
+    ),
+    (
+        {
+            "parameters.default_min_tokens": {"string_value": "1"},
+            "parameters.default_min_length": {"string_value": "2"},
+        },
+        ["parameters.default_min_length: is a second default of min_tokens", "Delete one of them"],
+    ),
     (
         {"instance_group": [{"kind": "KIND_CPU"}, {"kind": "KIND_GPU"}]},
         ["instance_group: kinds KIND_CPU and KIND_GPU", "one kind", "a model folder for each kind"],
@@ -363,10 +409,43 @@ def test_optional_inputs_are_allowed_with_a_warning_about_batches() -> None:
     changes = {"input": [*SHIPPED["input"], {"name": "max_tokens", **extra}]}
     (message,) = warnings_of(changes)
     assert message.startswith("input max_tokens: optional. ")
+    assert len(message) < 300
     assert "never share a step" in message
     assert "Delete them" in message
     settings, _ = Settings.from_model_config(config(changes))
     assert settings.inputs == ("text_input", "max_tokens")
+
+
+def test_many_optional_inputs_are_one_short_warning() -> None:
+    (message,) = warnings_of({"input": [*SHIPPED["input"], *compatible_inputs()]})
+    assert message.startswith("input stream, streaming, max_tokens, and ")
+    assert len(message) < 300
+
+
+def test_every_compatible_input_is_one_that_the_protocol_knows_and_none_splits_batches_by_its_length() -> (
+    None
+):
+    declared = compatible_inputs()
+    assert len({tensor["name"] for tensor in declared}) == len(declared) > 40
+    assert all(tensor["optional"] for tensor in declared)
+    assert all(tensor.get("allow_ragged_batch") for tensor in declared if -1 in tensor["dims"])
+
+
+def test_defaults_of_fields_are_read_as_the_fields_are() -> None:
+    settings, _ = Settings.from_model_config(
+        config(
+            default_temperature="0.7",
+            default_stop='["###", "User:"]',
+            default_logit_bias='{"7": -100}',
+            exclude_input_in_output="false",
+        )
+    )
+    assert settings.defaults == {
+        "temperature": 0.7,
+        "stop": ("###", "User:"),
+        "logit_bias": {7: -100.0},
+        "exclude_input_in_output": False,
+    }
 
 
 def test_the_error_lists_everything_that_is_wrong_at_once() -> None:
@@ -402,9 +481,8 @@ def test_triton_is_asked_to_add_only_what_is_absent() -> None:
     completion = auto_complete(bare)
     assert completion.inputs == [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}]
     assert completion.outputs == [
-        {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": [1]},
-        {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
-        {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
+        {"name": output.name, "data_type": output.data_type, "dims": list(output.dims)}
+        for output in OUTPUTS[1:]
     ]
     assert completion.decoupled is True
     assert examine(completed(bare))[1].errors == []

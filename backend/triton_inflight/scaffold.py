@@ -20,7 +20,7 @@ from tritonclient.grpc import model_config_pb2
 
 from triton_inflight.errors import ModelError, SettingsError
 from triton_inflight.settings import PARAMETERS, Settings, completed, examine, parameter_text
-from triton_inflight.triton_config import SUGGESTED_IDLE
+from triton_inflight.triton_config import SUGGESTED_IDLE, compatible_inputs
 
 BACKEND = "inflight"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -170,8 +170,11 @@ def _plain_value(descriptor: FieldDescriptor, value: Any) -> Any:
 # -- init ---------------------------------------------------------------------------------------------------
 
 
-def config_text(model: str, dtype: str = "bfloat16", max_batch_size: int = 32) -> str:
+def config_text(model: str, dtype: str = "bfloat16", max_batch_size: int = 32, compat: bool = False) -> str:
     """A commented config.pbtxt.
+
+    Args:
+        compat: declare the input tensors of clients of Triton's vLLM and TensorRT-LLM backends.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -188,6 +191,7 @@ def config_text(model: str, dtype: str = "bfloat16", max_batch_size: int = 32) -
         max_batch_size=max_batch_size,
         idle=SUGGESTED_IDLE,
         hours=SUGGESTED_IDLE // 3_600_000_000,
+        inputs=_compatible_inputs_text() if compat else _PROMPT_ONLY,
         parameters="\n".join(_commented_parameter(name, values[name]) for name in _SHOWN_PARAMETERS),
     )
     config = _as_dict(text_format.Parse(text, model_config_pb2.ModelConfig()))
@@ -202,6 +206,7 @@ def init_model(
     dtype: str = "bfloat16",
     max_batch_size: int = 32,
     force: bool = False,
+    compat: bool = False,
 ) -> Path:
     """Write NAME/config.pbtxt and NAME/1/ into a model repository, which is made if needed.
 
@@ -219,7 +224,7 @@ def init_model(
     path = repository / name / "config.pbtxt"
     if path.exists() and not force:
         raise SettingsError(f"{path} exists already. Take another --name, or overwrite it with --force")
-    text = config_text(model, dtype, max_batch_size)
+    text = config_text(model, dtype, max_batch_size, compat)
     version = path.parent / "1"
     version.mkdir(parents=True, exist_ok=True)
     (version / ".gitkeep").touch()
@@ -238,6 +243,32 @@ def _commented_parameter(name: str, value: str) -> str:
     )
     return f"{comment}\n{parameter_text(name, value)}"
 
+
+def _compatible_inputs_text() -> str:
+    lines = [_TEXT_INPUT, *(_input_text(tensor) for tensor in compatible_inputs())]
+    return _COMPATIBLE.format(inputs=",\n".join(f"  {line}" for line in lines))
+
+
+def _input_text(tensor: Mapping[str, Any]) -> str:
+    dims = ", ".join(map(str, tensor["dims"]))
+    ragged = " allow_ragged_batch: true" if tensor.get("allow_ragged_batch") else ""
+    return f'{{ name: "{tensor["name"]}" data_type: {tensor["data_type"]} dims: [ {dims} ] optional: true{ragged} }}'
+
+
+_TEXT_INPUT = '{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }'
+
+_PROMPT_ONLY = f"""\
+# The prompt. Clients send everything else, such as max_tokens, as request parameters: requests with different
+# sets of input tensors would not share a step.
+input [ {_TEXT_INPUT} ]"""
+
+_COMPATIBLE = """\
+# The prompt, and the tensors that clients of Triton's vLLM and TensorRT-LLM backends send. Requests with different
+# sets of them never share a step: delete those that your clients do not send, or let clients send request
+# parameters of the same names, which cost nothing.
+input [
+{inputs}
+]"""
 
 _TEMPLATE = """\
 # A model for triton-inflight. To serve another one, copy this folder and change `model`; the folder's name is
@@ -267,9 +298,7 @@ sequence_batching {{
 # One instance on the CPU; KIND_GPU for a GPU.
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 
-# The prompt. Clients send everything else, such as max_tokens, as request parameters: requests with different
-# sets of input tensors would not share a step.
-input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }} ]
+{inputs}
 
 {parameters}
 """
@@ -293,6 +322,13 @@ def init(
         int, typer.Option(min=1, max=65536, help="Most sequences that generate at the same time.")
     ] = 32,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.pbtxt.")] = False,
+    compat: Annotated[
+        bool,
+        typer.Option(
+            "--compat",
+            help="Declare the input tensors of clients written for Triton's vLLM and TensorRT-LLM backends.",
+        ),
+    ] = False,
 ) -> None:
     """Write a commented config.pbtxt that loads.
 
@@ -300,7 +336,7 @@ def init(
     """
     console = Console(highlight=False)
     try:
-        path = init_model(repository, name, model, dtype, max_batch_size, force)
+        path = init_model(repository, name, model, dtype, max_batch_size, force, compat)
     except SettingsError as error:
         console.print(f"[red]error[/]  {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None

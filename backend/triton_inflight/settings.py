@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from triton_inflight import parameter_kinds as kinds
-from triton_inflight.errors import SettingsError
+from triton_inflight.errors import RequestError, SettingsError
+from triton_inflight.fields import FIELDS, Field, did_you_mean, find_field
+from triton_inflight.outputs import OUTPUTS
 from triton_inflight.parameter_kinds import LARGEST, Kind
-from triton_inflight.protocol import OUTPUTS, did_you_mean
 from triton_inflight.triton_config import (
     Config,
     Findings,
@@ -27,9 +28,11 @@ from triton_inflight.triton_config import (
     ready_control_of,
     scheduler_of,
 )
+from triton_inflight.values import read_value
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
+UnknownParameters = Literal["error", "warn"]
 
 # Parameters of Triton's own Python backend, which stand in the same place as ours.
 _TRITONS_PARAMETERS = frozenset(
@@ -44,7 +47,8 @@ class Settings:
     The fields up to ``outputs`` are Triton's own settings; the rest are described in PARAMETERS.
     ``device`` is a torch device; where ``instances`` spread over several GPUs, it names the first of them.
     ``ready_control`` is the name of Triton's READY control tensor, if one is declared.
-    ``max_running_sequences`` of 0 becomes ``max_batch_size``.
+    ``max_running_sequences`` of 0 becomes ``max_batch_size``. ``defaults`` are what parameters named
+    ``default_NAME`` say, by the name of the field.
 
     Raises:
         SettingsError: values that cannot go together.
@@ -61,6 +65,7 @@ class Settings:
     ready_control: str | None = None
     inputs: tuple[str, ...] = ("text_input",)
     outputs: tuple[str, ...] = tuple(output.name for output in OUTPUTS)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     dtype: Dtype = "bfloat16"
     max_tokens_in_paged_kv_cache: int | None = None
@@ -70,7 +75,10 @@ class Settings:
     max_seq_len: int | None = None
     trust_remote_code: bool = False
     ignored_parameters: tuple[str, ...] = ()
+    unknown_parameters: UnknownParameters = "error"
+    use_generation_config: bool = True
     default_max_tokens: int = 256
+    stream_interval: int = 1
     max_time: float = 600.0
     cancellation_check_period_ms: int = 100
     batch_scheduler_policy: BatchSchedulerPolicy = "max_utilization"
@@ -114,6 +122,7 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
     findings = Findings()
     check_triton_settings(config, findings)
     values = _parse_parameters(config.get("parameters", {}), findings)
+    values["defaults"] = _parse_defaults(config.get("parameters", {}), findings)
     if "model" not in values:
         return None, findings
     values |= {
@@ -151,7 +160,9 @@ def auto_complete(config: Config) -> AutoCompletion:
     """What is absent in a configuration and follows from the backend alone."""
     declared = {tensor["name"] for key in ("input", "output") for tensor in config.get(key, ())}
     text_input = {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
-    outputs = [{"name": output.name, "data_type": output.data_type, "dims": [1]} for output in OUTPUTS]
+    outputs = [
+        {"name": output.name, "data_type": output.data_type, "dims": list(output.dims)} for output in OUTPUTS
+    ]
     return AutoCompletion(
         inputs=[] if "text_input" in declared else [text_input],
         outputs=[output for output in outputs if output["name"] not in declared],
@@ -195,6 +206,7 @@ class Parameter:
         return _SETTINGS_FIELDS[self.name].default
 
 
+_UNPREFIXED_DEFAULTS = ("exclude_input_in_output", "skip_special_tokens")
 _SETTINGS_FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 PARAMETERS: tuple[Parameter, ...] = (
@@ -242,9 +254,25 @@ PARAMETERS: tuple[Parameter, ...] = (
         unset="only Triton's own are ignored",
     ),
     Parameter(
+        "unknown_parameters",
+        kinds.choice("error", "warn"),
+        "What becomes of request parameters that are not known: refuse the request, or ignore them with a warning "
+        "in the log.",
+    ),
+    Parameter(
+        "use_generation_config",
+        kinds.boolean(),
+        "Take defaults such as temperature and top_p from the model's generation config.",
+    ),
+    Parameter(
         "default_max_tokens",
         kinds.integer(1, LARGEST, 256),
         "Tokens to generate where a request does not say.",
+    ),
+    Parameter(
+        "stream_interval",
+        kinds.integer(1, 1024, 1),
+        "Least tokens in one response of a stream, but for the first and the last.",
     ),
     Parameter("max_time", kinds.seconds(7 * 24 * 3600), "Seconds after which a sequence is ended."),
     Parameter(
@@ -295,9 +323,10 @@ def _parse_parameters(stated: Mapping[str, Config], findings: Findings) -> dict[
     for name in stated:
         if name in table:
             _parse_parameter(table[name], str(stated[name].get("string_value", "")), values, findings)
-        elif name not in _TRITONS_PARAMETERS:
+        elif name not in _TRITONS_PARAMETERS and defaulted_field(name) is None:
+            known = [*table, *(f"default_{row.name}" for row in FIELDS if row.configurable)]
             findings.errors.append(
-                f"parameters.{name}: is not known{did_you_mean(name, table)}; known: {', '.join(table)}. "
+                f"parameters.{name}: is not known{did_you_mean(name, known)}; known: {', '.join(known)}. "
                 f"Rename or delete it"
             )
     for parameter in PARAMETERS:
@@ -306,6 +335,37 @@ def _parse_parameters(stated: Mapping[str, Config], findings: Findings) -> dict[
                 f"parameters.{parameter.name}: is missing; allowed: {parameter.kind.allowed}. "
                 f"Add {parameter_text(parameter.name, parameter.kind.example)}"
             )
+    return values
+
+
+def defaulted_field(parameter: str) -> Field | None:
+    """The field whose default a parameter of config.pbtxt sets, if it is one of those.
+
+    ``default_NAME``, or one of the two names that TensorRT-LLM's configurations use without a prefix.
+    """
+    name = parameter if parameter in _UNPREFIXED_DEFAULTS else parameter.removeprefix("default_")
+    row = find_field(name)
+    if row is None or not row.configurable or (name == parameter and name not in _UNPREFIXED_DEFAULTS):
+        return None
+    return row
+
+
+def _parse_defaults(stated: Mapping[str, Config], findings: Findings) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in stated:
+        row = defaulted_field(name)
+        if row is None:
+            continue
+        if row.name in values:
+            findings.errors.append(
+                f"parameters.{name}: is a second default of {row.name}. Delete one of them"
+            )
+            continue
+        try:
+            text = str(stated[name].get("string_value", ""))
+            values[row.name] = read_value(row, f"parameters.{name}", text, list_as_text=True)
+        except RequestError as error:
+            findings.errors.append(f"{error}. Change or delete it")
     return values
 
 

@@ -5,11 +5,19 @@ Works on the dict that Triton passes to Python models: its ModelConfig as JSON, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triton_inflight.protocol import OUTPUTS, TENSOR_TYPES, did_you_mean, field_names, find_field
+from triton_inflight.fields import (
+    COMPATIBLE_INPUTS,
+    TENSOR_TYPES,
+    did_you_mean,
+    field_names,
+    find_field,
+    find_foreign,
+)
+from triton_inflight.outputs import OUTPUTS
 
 Config = Mapping[str, Any]
 Scheduler = Literal["iterative", "sequence", "dynamic", "decoupled"]
@@ -81,6 +89,22 @@ def instances_of(config: Config) -> Instances:
     if kind == "KIND_AUTO":
         kind = "KIND_GPU" if gpus else "KIND_CPU"
     return Instances(kind, gpus, sum(int(group.get("count", 0)) or 1 for group in groups))
+
+
+def compatible_inputs() -> list[dict[str, Any]]:
+    """The optional inputs that let clients of Triton's vLLM and TensorRT-LLM backends send their tensors."""
+    return [_optional_input(name) for name in COMPATIBLE_INPUTS]
+
+
+def _optional_input(name: str) -> dict[str, Any]:
+    known, foreign = find_field(name), find_foreign(name)
+    if known is not None:
+        data_type, dims = known.data_type, [-1 if known.is_list else 1]
+    else:
+        assert foreign is not None, name
+        data_type, dims = foreign.data_type, list(foreign.dims)
+    ragged = {"allow_ragged_batch": True} if -1 in dims else {}
+    return {"name": name, "data_type": data_type, "dims": dims, "optional": True, **ragged}
 
 
 def check_triton_settings(config: Config, findings: Findings) -> None:
@@ -251,22 +275,28 @@ def _check_inputs(config: Config, findings: Findings) -> None:
         tensor["name"] for tensor in inputs if tensor.get("optional") and tensor["name"] != "text_input"
     ]
     if optional:
+        names = optional if len(optional) <= 4 else [*optional[:3], f"and {len(optional) - 3} more"]
         findings.warnings.append(
-            f"input {', '.join(optional)}: optional. Requests that send different sets of optional inputs "
-            f"never share a step. Delete them from config.pbtxt and let clients send request parameters"
+            f"input {', '.join(names)}: optional. Requests that send different sets of optional inputs "
+            f"never share a step. Delete them from config.pbtxt and let clients send request parameters, unless "
+            f"you need clients that send tensors"
         )
 
 
 def _check_input(tensor: Config, findings: Findings) -> None:
     name = tensor["name"]
-    known = find_field(name)
-    if known is None:
+    known, foreign = find_field(name), find_foreign(name)
+    if known is not None:
+        types = [known.data_type, *(t for t in TENSOR_TYPES[known.kind] if t != known.data_type)]
+        shapes = [[-1], [1]] if known.is_list else [[1], [-1]]
+        _check_tensor("input", tensor, types, shapes, findings)
+    elif foreign is not None:
+        _check_tensor("input", tensor, [foreign.data_type], [list(foreign.dims)], findings)
+    else:
         names = field_names()
         findings.errors.append(
             f"input {name}: is not known{did_you_mean(name, names)}; known: {', '.join(names)}. Delete it"
         )
-    else:
-        _check_tensor("input", tensor, TENSOR_TYPES[known.kind], ([1], [-1]), findings)
     if -1 in _dims(tensor) and not tensor.get("allow_ragged_batch"):
         findings.errors.append(
             f"input {name}: dims {_dims(tensor)} without allow_ragged_batch, so that requests of different "
@@ -279,28 +309,28 @@ def _check_outputs(config: Config, findings: Findings) -> None:
     declared = {tensor["name"]: tensor for tensor in config.get("output", ())}
     for name, tensor in declared.items():
         if name in known:
-            _check_tensor("output", tensor, (known[name].data_type,), ([1],), findings)
+            dims = list(known[name].dims)
+            _check_tensor("output", tensor, [known[name].data_type], [dims, [1] * len(dims)], findings)
         else:
             findings.errors.append(
                 f"output {name}: is not known{did_you_mean(name, known)}; known: {', '.join(known)}. "
                 f"Delete it"
             )
-    for output in OUTPUTS:
-        if output.name not in declared:
-            findings.errors.append(
-                f"output {output.name}: is missing and Triton's auto-completion is off. "
-                f'Add output {{ name: "{output.name}" data_type: {output.data_type} dims: [ 1 ] }}'
-            )
+    if "text_output" not in declared:
+        findings.errors.append(
+            "output text_output: is missing and Triton's auto-completion is off. "
+            'Add output { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }'
+        )
 
 
 def _check_tensor(
     place: str,
     tensor: Config,
-    data_types: Iterable[str],
-    shapes: Iterable[list[int]],
+    data_types: list[str],
+    shapes: list[list[int]],
     findings: Findings,
 ) -> None:
-    data_types, shapes = list(data_types), list(shapes)
+    """The first data type and the first shape are the ones to recommend."""
     key = f"{place} {tensor['name']}"
     if tensor.get("data_type") not in data_types:
         findings.errors.append(
@@ -308,8 +338,9 @@ def _check_tensor(
             f"Write data_type: {data_types[0]}"
         )
     if _dims(tensor) not in shapes:
-        allowed = " or ".join(str(shape) for shape in shapes)
-        findings.errors.append(f"{key}: dims {_dims(tensor)}; allowed: {allowed}. Write dims: [ 1 ]")
+        allowed = " or ".join(dict.fromkeys(str(shape) for shape in shapes))
+        remedy = f"Write dims: [ {', '.join(map(str, shapes[0]))} ]"
+        findings.errors.append(f"{key}: dims {_dims(tensor)}; allowed: {allowed}. {remedy}")
 
 
 def _dims(tensor: Config) -> list[int]:
