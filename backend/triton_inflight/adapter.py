@@ -10,6 +10,7 @@ This module stays light to import: Triton also loads it in a short-lived process
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import threading
@@ -39,18 +40,21 @@ class _Client:
 
     Attributes:
         request: what it asked for.
+        identity: what tells its request from another one with the same sequence ID.
         num_input_tokens: tokens of its prompt.
-        started, last_token: seconds of the monotonic clock; ``last_token`` is None before the first.
+        started, first_token, last_token: seconds of the monotonic clock; None and 0 before the first token.
         deadline: when it has to be answered at the latest.
         text, num_tokens: generated but not sent yet.
         num_output_tokens: generated in all.
     """
 
     request: GenerationRequest
+    identity: tuple[str, str]
     num_input_tokens: int
     started: float
     deadline: float
-    last_token: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
     text: str = ""
     num_tokens: int = 0
     num_output_tokens: int = 0
@@ -58,13 +62,22 @@ class _Client:
 
 @dataclass
 class _Visit:
-    """A sequence's part of one trip: the request that carries it, and where its responses go."""
+    """A sequence's part of one trip: the request that carries it, and where its responses go.
+
+    Attributes:
+        ends: the client set END, so Triton will not take the request back: it is answered in this trip.
+        starts: the sequence began in this trip.
+        open: the sequence is still to be stepped.
+        answered: the final response has been sent; otherwise the request goes back to Triton.
+    """
 
     request: Any
     sender: Any
     client: _Client
-    ends: bool  # the client set END: Triton will not take the request back
-    released: bool = False
+    starts: bool
+    ends: bool
+    open: bool = True
+    answered: bool = False
 
 
 class TritonPythonModel:
@@ -107,6 +120,8 @@ class TritonPythonModel:
             device = f"cuda:{args['model_instance_device_id']}"
             self._settings = dataclasses.replace(self._settings, device=device)
         common = {"model": args["model_name"], "version": args["model_version"]}
+        if self._settings.instances.count > 1:
+            common["instance"] = args["model_instance_name"]
         families: dict[str, Any] = {}
 
         def make_metric(family: Family, label: str | None) -> Metric:
@@ -122,6 +137,10 @@ class TritonPythonModel:
         self._engine = load_engine(self._settings, directory)
         self._metrics = Metrics(make_metric)
         self._clients: dict[int, _Client] = {}
+        self._string_ids: dict[str, int] = {}
+        self._own_ids = itertools.count(2**63)
+        self._collided: set[int] = set()  # IDs started twice, whose older request Triton still has to bring
+        self._gone: set[int] = set()  # IDs the watcher found cancelled
         self._lock = threading.Lock()  # a trip, or the watcher between two trips
         period = self._settings.cancellation_check_period_ms / 1000
         self._watcher = Watcher(period, self._reap, self._report)
@@ -135,9 +154,14 @@ class TritonPythonModel:
             trip: dict[int, _Visit] = {}
             for request in requests:
                 self._receive(request, trip)
-            forward_seconds = self._generate(trip)
+            try:
+                forward_seconds = self._generate(trip)
+            except Exception as error:
+                log.exception("a trip failed; its %d sequences end with an error", len(trip))
+                forward_seconds = 0.0
+                self._fail_all(trip, error)
             for visit in trip.values():
-                if not visit.released:
+                if not visit.answered:
                     visit.request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
 
@@ -151,27 +175,34 @@ class TritonPythonModel:
         """Take a request into the trip, or answer it at once."""
         if self._is_padding(request):
             return
-        sequence_id = request.correlation_id()
-        flags = request.flags()
+        sequence_id, flags = self._sequence_id(request), request.flags()
         starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         ends = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
         sender = request.get_response_sender()
         if (starts or sequence_id not in self._clients) and request.is_cancelled():
+            # Released with ALL, it would keep its slot in Triton 2.51; the core answers it by itself.
             request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             return
         try:
             if starts:
-                self._start(sequence_id, request)
-            elif sequence_id not in self._clients:
-                raise RequestError(
-                    f"sequence ID {sequence_id} is not live: its first request must set sequence_start, and a "
-                    "sequence that has ended, or that was started twice, does not go on"
-                )
+                self._start(sequence_id, request, ends, trip)
+            else:
+                self._check_goes_on(sequence_id, request, ends, trip)
         except RequestError as error:
             self._refuse(sender, error)
-            return
-        self._watcher.hold(sequence_id, sender)
-        trip[sequence_id] = _Visit(request, sender, self._clients[sequence_id], ends)
+        except Exception as error:
+            log.exception("sequence %d could not be started", sequence_id)
+            self._refuse(sender, RequestError(f"{type(error).__name__}: {error}", "INTERNAL"))
+        else:
+            self._watcher.hold(sequence_id, sender)
+            trip[sequence_id] = _Visit(request, sender, self._clients[sequence_id], starts, ends)
+
+    def _sequence_id(self, request: Any) -> int:
+        """The engine's ID of a request's sequence: Triton's, or one of our own for an ID that is a string."""
+        correlation_id: int | str = request.correlation_id()
+        if isinstance(correlation_id, int):
+            return correlation_id
+        return self._string_ids.setdefault(correlation_id, next(self._own_ids))
 
     def _is_padding(self, request: Any) -> bool:
         """Whether Triton's `direct` strategy made this request up for a slot that has none."""
@@ -180,29 +211,65 @@ class TritonPythonModel:
         ready = pb_utils.get_input_tensor_by_name(request, self._settings.ready_control)
         return ready is not None and not ready.as_numpy().any()
 
-    def _start(self, sequence_id: int, request: Any) -> None:
+    def _start(self, sequence_id: int, request: Any, ends: bool, trip: dict[int, _Visit]) -> None:
         """Make a new sequence of a request.
 
         Raises:
             RequestError: the request cannot be served, or its sequence ID is in use.
         """
         if sequence_id in self._clients:
-            # Triton mixes the two up from here on, so neither may go on: the older ends when it comes next.
-            self._forget(sequence_id)
-            self._metrics.count("inflight_sequences_total", label="failed")
-            raise RequestError(
-                f"sequence ID {sequence_id} is live already; both of its generations end. Leave the ID out "
-                "(Triton then gives one), or take an unused one of 2^32 or above",
-                "ALREADY_EXISTS",
-            )
+            self._end_both(sequence_id, trip)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        generation = parse_request(tensors, json.loads(request.parameters() or "{}"), self._settings)
+        parameters = json.loads(request.parameters() or "{}")
+        generation = parse_request(tensors, parameters, self._settings)
+        bound = self._settings.max_tokens_in_one_trip
+        if ends and generation.max_tokens > bound:
+            raise RequestError(
+                f"max_tokens is {generation.max_tokens}, but a request that sets sequence_start and sequence_end "
+                f"together is answered within one trip, in at most {bound} tokens (max_tokens_in_one_trip in "
+                "config.pbtxt); leave sequence_end out, since a sequence ends by itself, or lower max_tokens"
+            )
         now = time.monotonic()
         num_input_tokens = self._engine.add(sequence_id, generation)
+        self._collided.discard(sequence_id)  # an older request that Triton has dropped will not come
         self._clients[sequence_id] = _Client(
-            generation, num_input_tokens, started=now, deadline=now + self._settings.max_time
+            generation,
+            _identity(request),
+            num_input_tokens,
+            started=now,
+            deadline=now + _time_allowed(request, parameters, generation),
         )
         self._metrics.count("inflight_prompt_tokens_total", num_input_tokens)
+
+    def _check_goes_on(self, sequence_id: int, request: Any, ends: bool, trip: dict[int, _Visit]) -> None:
+        """Whether a request without START is the one that started its sequence, brought back by Triton.
+
+        Raises:
+            RequestError: it is not.
+        """
+        if sequence_id in self._collided:
+            self._collided.remove(sequence_id)
+            raise _collision(sequence_id)
+        if sequence_id not in self._clients:
+            raise RequestError(
+                f"sequence ID {sequence_id} is not live: its request must set sequence_start; a sequence that "
+                "has ended does not go on, each generation is one request"
+            )
+        if ends or sequence_id in trip or _identity(request) != self._clients[sequence_id].identity:
+            self._end_both(sequence_id, trip)
+
+    def _end_both(self, sequence_id: int, trip: dict[int, _Visit]) -> None:
+        """A second request on a live ID: Triton mixes the two up from here on, so neither may go on.
+
+        Raises:
+            RequestError: always; it is the newer one's. The older ends with it when it comes next.
+        """
+        self._forget(sequence_id, "failed")
+        if (older := trip.get(sequence_id)) is not None:
+            self._answer(older, _collision(sequence_id))
+        else:
+            self._collided.add(sequence_id)
+        raise _collision(sequence_id)
 
     # -- steps and responses ------------------------------------------------------------------------------
 
@@ -212,19 +279,37 @@ class TritonPythonModel:
         A trip goes on past ``max_steps_per_execute`` only for requests that Triton will not take back.
         """
         forward_seconds, steps = 0.0, 0
-        while unfinished := [sequence_id for sequence_id, visit in trip.items() if not visit.released]:
-            if steps >= self._settings.max_steps_per_execute and not any(trip[i].ends for i in unfinished):
-                break
-            step = self._engine.step(unfinished)
+        while going := self._going_on(trip, steps):
+            step = self._engine.step(going)
             steps += 1
             forward_seconds += step.forward_seconds
             self._metrics.step(step)
             for update in step.updates:
-                # A preempted neighbour outside of the trip has no update; these are all in it.
-                self._deliver(update.sequence_id, trip[update.sequence_id], update)
+                self._deliver(trip[update.sequence_id], update)
+            self._bound_queue(trip)
+            if step.num_sequences == 0:
+                self._refuse_stuck(trip)
+                break
         return forward_seconds
 
-    def _deliver(self, sequence_id: int, visit: _Visit, update: Update) -> None:
+    def _going_on(self, trip: dict[int, _Visit], steps: int) -> list[int]:
+        """The sequences to step next, once those are ended whose client is gone or whose time is up."""
+        for sequence_id in list(self._gone):
+            self._gone.discard(sequence_id)
+            if sequence_id in self._clients:
+                self._forget(sequence_id, "cancelled")
+            if sequence_id in trip:
+                trip[sequence_id].open = False
+        now = time.monotonic()
+        for sequence_id, visit in trip.items():
+            if visit.open and now >= visit.client.deadline:
+                self._deliver(visit, self._engine.finish(sequence_id, "timeout"))
+        going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
+        if steps >= self._settings.max_steps_per_execute and not any(trip[i].ends for i in going):
+            return []
+        return going
+
+    def _deliver(self, visit: _Visit, update: Update) -> None:
         """Send what the client wants to have by now, and end what is finished."""
         client = visit.client
         self._note_tokens(client, len(update.tokens))
@@ -234,36 +319,75 @@ class TritonPythonModel:
             if client.request.stream and client.text:
                 visit.sender.send(self._response(client, None))
             return
-        self._forget(sequence_id)
+        visit.open = False
         if visit.request.is_cancelled():
-            self._metrics.count("inflight_sequences_total", label="cancelled")
-            return  # rescheduled, not released: Triton 2.51 keeps the slot of a cancelled request it ends itself
-        if update.error is not None:
-            self._refuse(visit.sender, RequestError(f"sequence {sequence_id}: {update.error}", "INTERNAL"))
+            # Not answered, so rescheduled: Triton 2.51 keeps the slot of a cancelled request released with ALL.
+            self._forget(update.sequence_id, "cancelled")
+        elif update.error is not None:
+            self._forget(update.sequence_id, "failed")
+            self._answer(visit, RequestError(f"sequence {update.sequence_id}: {update.error}", "INTERNAL"))
+        elif update.finish_reason == "timeout" and client.num_output_tokens == 0:
+            self._forget(update.sequence_id, "timeout")
+            self._answer(
+                visit, RequestError("no token within the time allowed (max_time, timeout)", "UNAVAILABLE")
+            )
+        else:
+            self._log_end(update.sequence_id, client, update.finish_reason)
+            self._forget(update.sequence_id, update.finish_reason)
+            self._answer(visit, update.finish_reason)
+
+    def _bound_queue(self, trip: dict[int, _Visit]) -> None:
+        """Refuse new sequences that no step had room for, where more wait already than the config allows."""
+        most = self._settings.max_queue_size
+        if not most or not any(visit.open and visit.starts for visit in trip.values()):
+            return
+        for sequence_id in self._engine.waiting()[most:]:
+            visit = trip.get(sequence_id)
+            if visit is not None and visit.open and visit.starts:
+                self._forget(sequence_id, "refused")
+                self._answer(
+                    visit,
+                    RequestError(
+                        f"{most} sequences wait already (max_queue_size in config.pbtxt); try again later",
+                        "UNAVAILABLE",
+                    ),
+                )
+
+    def _refuse_stuck(self, trip: dict[int, _Visit]) -> None:
+        """Nothing could run: who cannot come back for another trip has to be told."""
+        for sequence_id, visit in trip.items():
+            if visit.open and visit.ends:
+                self._forget(sequence_id, "failed")
+                error = RequestError(
+                    "the KV-state store is full, and a request with sequence_end cannot wait for another trip; "
+                    "leave sequence_end out",
+                    "UNAVAILABLE",
+                )
+                self._answer(visit, error)
+
+    def _fail_all(self, trip: dict[int, _Visit], error: Exception) -> None:
+        """Something of ours broke: nobody hangs, nothing leaks."""
+        for sequence_id, visit in trip.items():
+            if not visit.answered:
+                self._forget(sequence_id, "failed")
+                self._answer(visit, RequestError(f"{type(error).__name__}: {error}", "INTERNAL"))
+
+    def _answer(self, visit: _Visit, outcome: str | RequestError) -> None:
+        """The final response of a visit: the rest of its text with its finish reason, or an error."""
+        visit.open, visit.answered = False, True
+        if isinstance(outcome, RequestError):
+            self._refuse(visit.sender, outcome)
         else:
             visit.sender.send(
-                self._response(client, update.finish_reason), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+                self._response(visit.client, outcome), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             )
-            self._metrics.count("inflight_sequences_total", label=update.finish_reason)
-            self._metrics.observe("inflight_end_to_end_seconds", time.monotonic() - client.started)
-            log.info(
-                "sequence %d: %d tokens in, %d out, %s",
-                sequence_id, client.num_input_tokens, client.num_output_tokens, update.finish_reason,
-            )  # fmt: skip
-        visit.released = True
 
-    def _note_tokens(self, client: _Client, num_tokens: int) -> None:
-        """Count new tokens and how long they took."""
-        if not num_tokens:
-            return
-        now = time.monotonic()
-        if client.last_token is None:
-            self._metrics.observe("inflight_time_to_first_token_seconds", now - client.started)
-        else:
-            self._metrics.observe("inflight_inter_token_latency_seconds", now - client.last_token)
-        client.last_token = now
-        client.num_output_tokens += num_tokens
-        self._metrics.count("inflight_generated_tokens_total", num_tokens)
+    def _refuse(self, sender: Any, error: RequestError) -> None:
+        """An error as the final response."""
+        triton_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
+        sender.send(
+            pb_utils.InferenceResponse(error=triton_error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
 
     def _response(self, client: _Client, finish_reason: str | None) -> Any:
         """A response with everything generated but not sent yet."""
@@ -272,38 +396,80 @@ class TritonPythonModel:
         tensors = output_tensors(result, client.request)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
-    def _refuse(self, sender: Any, error: RequestError) -> None:
-        """End a request with an error of its own."""
-        triton_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
-        sender.send(
-            pb_utils.InferenceResponse(error=triton_error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    # -- the books ----------------------------------------------------------------------------------------
+
+    def _note_tokens(self, client: _Client, num_tokens: int) -> None:
+        """Count new tokens and how long they took."""
+        if not num_tokens:
+            return
+        now = time.monotonic()
+        if client.first_token is None:
+            client.first_token = now
+            self._metrics.observe("inflight_time_to_first_token_seconds", now - client.started)
+        else:
+            self._metrics.observe("inflight_inter_token_latency_seconds", now - client.last_token)
+        client.last_token = now
+        client.num_output_tokens += num_tokens
+        self._metrics.count("inflight_generated_tokens_total", num_tokens)
+
+    def _log_end(self, sequence_id: int, client: _Client, finish_reason: str) -> None:
+        now = time.monotonic()
+        self._metrics.observe("inflight_end_to_end_seconds", now - client.started)
+        log.info(
+            "sequence %d: %d tokens in, %d out, first after %.3f s, all after %.3f s, %s",
+            sequence_id,
+            client.num_input_tokens,
+            client.num_output_tokens,
+            (client.first_token or now) - client.started,
+            now - client.started,
+            finish_reason,
         )
 
-    # -- the end of sequences -----------------------------------------------------------------------------
-
-    def _forget(self, sequence_id: int) -> None:
-        """Drop everything known of a sequence."""
+    def _forget(self, sequence_id: int, outcome: str) -> None:
+        """Drop everything known of a sequence, and count how it ended."""
         self._engine.drop(sequence_id)
         self._clients.pop(sequence_id, None)
         self._watcher.release(sequence_id)
+        self._metrics.count("inflight_sequences_total", label=outcome)
 
     def _reap(self, cancelled: list[int]) -> None:
-        """The watcher found clients gone: free what their sequences hold."""
+        """The watcher found clients gone: free what their sequences hold, now or within the trip that runs."""
+        self._gone.update(cancelled)
         with self._lock:
-            for sequence_id in cancelled:
-                if sequence_id in self._clients:
-                    self._forget(sequence_id)
-                    self._metrics.count("inflight_sequences_total", label="cancelled")
-                    log.info("sequence %d: cancelled by its client", sequence_id)
+            self._going_on({}, steps=0)
 
     def _report(self) -> None:
         """Bring the metrics endpoint up to date."""
         with self._lock:
             self._metrics.store(self._engine.store)
-            active = self._engine.num_active
-            self._metrics.gauge("inflight_sequences", active, "active")
-            self._metrics.gauge("inflight_sequences", len(self._engine) - active, "waiting")
+            waiting = len(self._engine.waiting())
+            self._metrics.gauge("inflight_sequences", len(self._engine) - waiting, "active")
+            self._metrics.gauge("inflight_sequences", waiting, "waiting")
         self._metrics.flush()
+
+
+def _collision(sequence_id: int) -> RequestError:
+    return RequestError(
+        f"sequence ID {sequence_id} got a second request while it was live, so both end: a generation is one "
+        "request, which Triton steps by itself; leave the ID out (Triton then gives one), or take an unused one of "
+        "2^32 or above",
+        "ALREADY_EXISTS",
+    )
+
+
+def _identity(request: Any) -> tuple[str, str]:
+    """What stays with a request on all its trips; cheaper than its tensors."""
+    return request.request_id(), request.parameters()
+
+
+def _time_allowed(request: Any, parameters: dict[str, Any], generation: GenerationRequest) -> float:
+    """Seconds a sequence may take: the smaller of max_time and the request's own timeout in microseconds.
+
+    Triton's HTTP generate endpoint passes ``timeout`` on as a parameter, its other ones as a property.
+    """
+    stated = parameters.get("timeout", 0)
+    timeout = request.timeout() or (stated if isinstance(stated, int) else 0)
+    return min(generation.max_time, timeout / 1e6) if timeout > 0 else generation.max_time
 
 
 class _TritonHandler(logging.Handler):

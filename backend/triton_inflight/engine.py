@@ -197,7 +197,9 @@ class Engine:
         self._tensors.copy_blocks(plan.copies)
         try:
             return self._run(plan.runs)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             parts = _halves(plan.runs)
             log.warning(
                 "out of memory in a step of %d sequences; again in two parts: %s", len(plan.runs), error
@@ -242,6 +244,11 @@ class Engine:
     def _fail(self, sequence_id: int, error: Exception) -> Update:
         self.drop(sequence_id)
         return Update(sequence_id, finish_reason="error", error=f"{type(error).__name__}: {error}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch's CPU allocator says so in the message alone."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
 def _halves(runs: list[Run]) -> list[list[Run]]:
