@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from triton_inflight.errors import RequestError
 from triton_inflight.fields import FIELDS, FOREIGN
 from triton_inflight.outputs import OUTPUTS, Result, output_tensors
 from triton_inflight.protocol import GenerationRequest, model_defaults, parse_request
+from triton_inflight.reference import reference
 from triton_inflight.sampling_params import SamplingParams
 from triton_inflight.settings import Settings
 
@@ -662,13 +664,26 @@ def test_one_response_can_hold_all_choices() -> None:
     }
 
 
-@pytest.mark.parametrize("output", [output for output in OUTPUTS if output.asked_by])
-def test_an_output_that_the_config_does_not_declare_cannot_be_asked_for(output: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "output"), [(name, output) for output in OUTPUTS for name in output.asked_by]
+)
+def test_an_output_that_the_config_does_not_declare_cannot_be_asked_for(name: str, output: Any) -> None:
     names = tuple(other.name for other in OUTPUTS if other != output)
     lean = Settings(model="unused", outputs=names)
     tensors = {"text_input": strings(b"Hi")}
     parse_request(tensors, {}, lean)
-    with pytest.raises(RequestError, match=f"asks for the output {output.name}.*config.pbtxt"):
-        parse_request(
-            tensors, {output.asked_by[0]: 2 if output.name == "sequence_index" else 1, "stream": True}, lean
-        )
+    value: object = {"n": 2, "num_return_sequences": 2, "logprobs": 0, "prompt_logprobs": 0}.get(name, True)
+    with pytest.raises(RequestError, match=f"{name} asks for the output {output.name}.*config.pbtxt"):
+        parse_request(tensors, {name: value, "stream": True}, lean)
+
+
+def test_an_output_needs_no_other_one_to_be_declared() -> None:
+    sums = Settings(model="unused", outputs=("text_output", "cumulative_logprob"))
+    parameters: dict[str, object] = {"return_cumulative_logprob": True, "return_logprobs": False, "n": 2}
+    request = parse_request({"text_input": strings(b"Hi")}, parameters, sums)
+    assert (request.return_cumulative_logprob, request.return_logprobs) == (True, False)
+
+
+def test_the_reference_page_is_what_the_tables_say() -> None:
+    page = Path(__file__).parent.parent / "docs" / "reference.md"
+    assert page.read_text() == reference(), "python -m triton_inflight.reference > docs/reference.md"

@@ -114,7 +114,7 @@ FIELDS: tuple[Field, ...] = (
         "messages",
         "messages",
         "prompt",
-        'A conversation such as [{"role": "user", "content": "Hi"}], put into the model\'s chat template. Where '
+        'A conversation such as `[{"role": "user", "content": "Hi"}]`, put into the model\'s chat template. Where '
         'text_input has to be sent, send it as "".',
         max_items=4096,
     ),
@@ -249,7 +249,7 @@ FIELDS: tuple[Field, ...] = (
         "logit_bias",
         "bias",
         "sampling",
-        'Added to the scores of single tokens, such as {"50": -100}.',
+        'Added to the scores of single tokens, such as `{"50": -100}`.',
         minimum=-100,
         maximum=100,
         max_items=1024,

@@ -87,7 +87,8 @@ OUTPUTS: tuple[Output, ...] = (
         "TYPE_STRING",
         (-1,),
         "Log probabilities of the tokens this response adds: a JSON list with, for each of them, an object "
-        '{"<token id>": {"logprob": -0.1, "rank": 1, "decoded_token": " a"}, ...}. Shape [choices].',
+        '`{"50": {"logprob": -0.1, "rank": 1, "decoded_token": " a"}, ...}` by token id, the chosen token first. '
+        "Shape [choices].",
         ("return_logprobs", "logprobs"),
     ),
     Output(
@@ -181,15 +182,14 @@ def output_tensors(results: Result | Sequence[Result], request: GenerationReques
     if request.return_output_ids:
         token_ids = [token_id for choice in choices for token_id in choice.token_ids]
         tensors["output_ids"] = np.array([token_ids], dtype=np.int32)
-    sums = np.array([choice.cumulative_logprob for choice in choices], dtype=np.float32)
     if request.return_cumulative_logprob:
-        tensors["cumulative_logprob"] = sums
+        tensors["cumulative_logprob"] = _sums(choices)
     if request.return_logprobs:
         tensors["logprobs"] = _strings(choice.logprobs for choice in choices)
     if request.sampling.prompt_logprobs is not None and first.prompt_logprobs is not None:
         tensors["prompt_logprobs"] = _strings([first.prompt_logprobs])
     if request.return_log_probs:
-        tensors["cum_log_probs"] = sums[None]
+        tensors["cum_log_probs"] = _sums(choices)[None]
         tensors["output_log_probs"] = _padded([choice.token_logprobs for choice in choices])[None]
     if request.sends_sequence_index:
         tensors["sequence_index"] = np.array([[first.choice]], dtype=np.int32)
@@ -198,6 +198,10 @@ def output_tensors(results: Result | Sequence[Result], request: GenerationReques
 
 def _strings(texts: Iterable[str]) -> Tensor:
     return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
+
+
+def _sums(choices: Sequence[Result]) -> Tensor:
+    return np.array([choice.cumulative_logprob for choice in choices], dtype=np.float32)
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -153,7 +153,7 @@ def parse_request(
     _settle_lengths(values, said)
     _settle_logprobs(values)
     request = _request(values)
-    _check_outputs_are_declared(values, request, settings)
+    _check_outputs_are_declared(said, request, settings)
     return request
 
 
@@ -397,12 +397,13 @@ def _generator_seed(seed: int | None) -> int | None:
 
 
 def _check_outputs_are_declared(
-    values: Mapping[str, Any], request: GenerationRequest, settings: Settings
+    said: Mapping[str, Any], request: GenerationRequest, settings: Settings
 ) -> None:
+    """What a request asks for must be able to be sent."""
     for output in OUTPUTS:
         if output.name in settings.outputs or not output.asked_by:
             continue
-        asks = [name for name in output.asked_by if values[name] not in (None, False)]
+        asks = [name for name in output.asked_by if said.get(name, False) is not False]
         if output.name == "sequence_index" and not request.sends_sequence_index:
             asks = []
         if asks:
