@@ -10,25 +10,27 @@ This module stays light to import: Triton also loads it in a short-lived process
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
-from triton_inflight.protocol import GenerationRequest, Result, output_tensors, parse_request
+from triton_inflight.pending import Pending, best_of
+from triton_inflight.protocol import GenerationRequest, output_tensors, parse_request
 from triton_inflight.settings import Settings, auto_complete
 from triton_inflight.threads import bound_spinning
 from triton_inflight.watcher import Watcher
 
 if TYPE_CHECKING:
-    from triton_inflight.engine import Update
+    from triton_inflight.generation import Update
     from triton_inflight.metrics import Family, Metric
 
 log = logging.getLogger("triton_inflight")
@@ -44,8 +46,8 @@ class _Client:
         num_input_tokens: tokens of its prompt.
         started, first_token, last_token: seconds of the monotonic clock; None and 0 before the first token.
         deadline: when it has to be answered at the latest.
-        text, num_tokens: generated but not sent yet.
-        num_output_tokens: generated in all.
+        pending: what is not sent yet, by choice.
+        num_output_tokens: generated in all, by all choices.
     """
 
     request: GenerationRequest
@@ -55,8 +57,7 @@ class _Client:
     deadline: float
     first_token: float | None = None
     last_token: float = 0.0
-    text: str = ""
-    num_tokens: int = 0
+    pending: dict[int, Pending] = field(default_factory=dict)
     num_output_tokens: int = 0
 
 
@@ -134,7 +135,8 @@ class TritonPythonModel:
             metric: Metric = families[family.name].Metric(labels=labels(family, label, common), **buckets)
             return metric
 
-        self._engine = load_engine(self._settings, directory)
+        self._engine, self._defaults = load_engine(self._settings, directory)
+        self._warn_once = functools.lru_cache(1024)(log.warning)
         self._metrics = Metrics(make_metric)
         self._clients: dict[int, _Client] = {}
         self._string_ids: dict[str, int] = {}
@@ -221,7 +223,7 @@ class TritonPythonModel:
             self._end_both(sequence_id, trip)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = json.loads(request.parameters() or "{}")
-        generation = parse_request(tensors, parameters, self._settings)
+        generation = parse_request(tensors, parameters, self._settings, self._defaults, self._warn_once)
         bound = self._settings.max_tokens_in_one_trip
         if ends and generation.max_tokens > bound:
             raise RequestError(
@@ -303,38 +305,47 @@ class TritonPythonModel:
         now = time.monotonic()
         for sequence_id, visit in trip.items():
             if visit.open and now >= visit.client.deadline:
-                self._deliver(visit, self._engine.finish(sequence_id, "timeout"))
+                for update in self._engine.finish(sequence_id, "timeout"):
+                    self._deliver(visit, update)
         going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
         if steps >= self._settings.max_steps_per_execute and not any(trip[i].ends for i in going):
             return []
         return going
 
     def _deliver(self, visit: _Visit, update: Update) -> None:
-        """Send what the client wants to have by now, and end what is finished."""
-        client = visit.client
+        """Note down what a step did for a choice, send what the client wants by now, end what is finished."""
+        if not visit.open:
+            return  # another choice of it failed
+        client, request = visit.client, visit.client.request
         self._note_tokens(client, len(update.tokens))
-        client.text += update.text
-        client.num_tokens += len(update.tokens)
-        if update.finish_reason is None:
-            if client.request.stream and client.text:
-                visit.sender.send(self._response(client, None))
-            return
+        pending = client.pending.setdefault(update.choice, Pending(update.choice))
+        pending.take(update)
+        if update.sequence_id not in self._engine:
+            self._end(visit, update)
+        elif request.best_of == request.n:
+            ended = request.response_per_choice and update.finish_reason is not None
+            if ended or (request.stream and pending.is_due(request.stream_interval)):
+                self._send(visit, [pending])
+
+    def _end(self, visit: _Visit, update: Update) -> None:
+        """Answer a sequence that has got its last update."""
+        client, sequence_id = visit.client, update.sequence_id
         visit.open = False
         if visit.request.is_cancelled():
             # Not answered, so rescheduled: Triton 2.51 keeps the slot of a cancelled request released with ALL.
-            self._forget(update.sequence_id, "cancelled")
+            self._forget(sequence_id, "cancelled")
         elif update.error is not None:
-            self._forget(update.sequence_id, "failed")
-            self._answer(visit, RequestError(f"sequence {update.sequence_id}: {update.error}", "INTERNAL"))
+            self._forget(sequence_id, "failed")
+            self._answer(visit, RequestError(f"sequence {sequence_id}: {update.error}", "INTERNAL"))
         elif update.finish_reason == "timeout" and client.num_output_tokens == 0:
-            self._forget(update.sequence_id, "timeout")
+            self._forget(sequence_id, "timeout")
             self._answer(
                 visit, RequestError("no token within the time allowed (max_time, timeout)", "UNAVAILABLE")
             )
         else:
-            self._log_end(update.sequence_id, client, update.finish_reason)
-            self._forget(update.sequence_id, update.finish_reason)
-            self._answer(visit, update.finish_reason)
+            self._log_end(sequence_id, client, str(update.finish_reason))
+            self._forget(sequence_id, str(update.finish_reason))
+            self._answer(visit, None)
 
     def _bound_queue(self, trip: dict[int, _Visit]) -> None:
         """Refuse new sequences that no step had room for, where more wait already than the config allows."""
@@ -372,15 +383,35 @@ class TritonPythonModel:
                 self._forget(sequence_id, "failed")
                 self._answer(visit, RequestError(f"{type(error).__name__}: {error}", "INTERNAL"))
 
-    def _answer(self, visit: _Visit, outcome: str | RequestError) -> None:
-        """The final response of a visit: the rest of its text with its finish reason, or an error."""
+    def _answer(self, visit: _Visit, error: RequestError | None) -> None:
+        """The final response of a visit: everything that is not sent yet, or an error."""
         visit.open, visit.answered = False, True
-        if isinstance(outcome, RequestError):
-            self._refuse(visit.sender, outcome)
+        if error is not None:
+            self._refuse(visit.sender, error)
+            return
+        request = visit.client.request
+        waiting = [pending for pending in visit.client.pending.values() if not pending.ended]
+        waiting = best_of(waiting, request.n)
+        responses = [[pending] for pending in waiting] if request.response_per_choice else [waiting]
+        for choices in responses[:-1]:
+            self._send(visit, choices)
+        self._send(visit, responses[-1], final=True)
+
+    def _send(self, visit: _Visit, choices: list[Pending], final: bool = False) -> None:
+        """One response with all that these choices have pending."""
+        client = visit.client
+        results = [choice.result(client.num_input_tokens, self._decode_token) for choice in choices]
+        tensors = output_tensors(results, client.request)
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, value) for name, value in tensors.items()]
+        )
+        if final:
+            visit.sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         else:
-            visit.sender.send(
-                self._response(visit.client, outcome), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            )
+            visit.sender.send(response)
+
+    def _decode_token(self, token_id: int) -> str:
+        return str(self._engine.tokenizer.decode([token_id]))
 
     def _refuse(self, sender: Any, error: RequestError) -> None:
         """An error as the final response."""
@@ -388,13 +419,6 @@ class TritonPythonModel:
         sender.send(
             pb_utils.InferenceResponse(error=triton_error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
-
-    def _response(self, client: _Client, finish_reason: str | None) -> Any:
-        """A response with everything generated but not sent yet."""
-        result = Result(client.text, finish_reason, client.num_input_tokens, client.num_tokens)
-        client.text, client.num_tokens = "", 0
-        tensors = output_tensors(result, client.request)
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
     # -- the books ----------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class KVTensors:
         for ordinal, shape in enumerate(shapes):
             self.layer(ordinal, shape)
 
+    @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), one after the other: a later copy may read an earlier one."""
         for source, destination in copies:

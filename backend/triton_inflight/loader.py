@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -17,6 +18,7 @@ from triton_inflight.errors import ModelError
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVShape, KVTensors, bytes_per_token
 from triton_inflight.planner import Planner
+from triton_inflight.protocol import model_defaults
 from triton_inflight.rope import freeze_rope
 from triton_inflight.runner import Runner
 from triton_inflight.settings import Settings
@@ -24,7 +26,14 @@ from triton_inflight.settings import Settings
 log = logging.getLogger(__name__)
 
 
-def load_engine(settings: Settings, base: Path | None = None) -> Engine:
+class Loaded(NamedTuple):
+    """An engine, and what its requests get where they say nothing: values by the name of the field."""
+
+    engine: Engine
+    defaults: dict[str, Any]
+
+
+def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     """Load a model, prove that it can be reproduced, and make the store it runs over.
 
     Args:
@@ -64,7 +73,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Engine:
     planner = Planner(
         store, settings.max_num_tokens, settings.max_running_sequences, settings.batch_scheduler_policy
     )
-    return Engine(
+    engine = Engine(
         Runner(model),
         tokenizer,
         store,
@@ -78,6 +87,8 @@ def load_engine(settings: Settings, base: Path | None = None) -> Engine:
             else "max_seq_len in config.pbtxt and the model's context bound them"
         ),
     )
+    generation_config = model.generation_config.to_dict() if model.generation_config is not None else {}
+    return Loaded(engine, model_defaults(settings, generation_config, log.warning))
 
 
 _BUDGET_REMEDY = "lower max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"

@@ -87,7 +87,7 @@ class Planner:
     ) -> None:
         self._store = store
         self._max_num_tokens = max_num_tokens
-        self._max_running = max_running_sequences
+        self.max_running_sequences = max_running_sequences
         self._evicts = policy == "max_utilization"
 
     def plan(self, offered: Iterable[Sequence], live: Iterable[Sequence]) -> Plan:
@@ -119,16 +119,18 @@ class Planner:
 
     def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Give a newcomer what is cached of its prompt and cells for the rest, if there is room for both."""
-        tokens = np.asarray(sequence.tokens, dtype=np.int64)
-        sequence.advance(self._store.match_prefix(*_key(sequence), tokens))
+        if sequence.reuses_prefix:
+            tokens = np.asarray(sequence.tokens, dtype=np.int64)
+            sequence.advance(self._store.match_prefix(*_key(sequence), tokens))
         behind = draft.behind(sequence) if self._evicts else []
-        ahead = len(draft.holders) - len(behind)
+        ahead = _width(draft.holders) - _width(behind)
         # It leaves one free block for every sequence ahead of it, or it would be preempted at once.
         headroom = ahead if self._evicts else 0
+        places = self.max_running_sequences - ahead - _width([sequence])
         if (
-            (self._evicts or self._fits_for_good(sequence, draft))
-            and ahead < self._max_running
-            and self._make_room(sequence, headroom, self._max_running - 1 - ahead, behind, draft)
+            places >= 0
+            and (self._evicts or self._fits_for_good(sequence, draft))
+            and self._make_room(sequence, headroom, places, behind, draft)
         ):
             draft.num_prefix_hit_tokens += sequence.num_computed
             draft.holders.append(sequence)
@@ -143,22 +145,22 @@ class Planner:
         if self._blocks_needed(sequence) <= self._store.num_free:  # nearly always, so spare the rest
             return self._reserve(sequence, draft)
         behind = draft.behind(sequence) if self._evicts else []
-        return self._make_room(sequence, 0, len(behind), behind, draft)
+        return self._make_room(sequence, 0, _width(behind), behind, draft)
 
     def _make_room(
-        self, sequence: Sequence, headroom: int, most_behind: int, behind: list[Sequence], draft: _Draft
+        self, sequence: Sequence, headroom: int, places: int, behind: list[Sequence], draft: _Draft
     ) -> bool:
         """Reserve cells for all pending tokens; say whether it worked.
 
         Args:
             headroom: blocks that have to stay free.
-            most_behind: how many of those ``behind`` may keep their blocks at most.
+            places: how many of those ``behind`` may keep their blocks at most.
             behind: whom to preempt if need be, the last of them first.
         """
         wanted = self._blocks_needed(sequence) + headroom
         if wanted > self._store.num_free + sum(len(self._store.blocks(*_key(s))) for s in behind):
             return False
-        while behind and (len(behind) > most_behind or wanted > self._store.num_free):
+        while behind and (_width(behind) > places or wanted > self._store.num_free):
             self._preempt(behind.pop(), draft)
             wanted = self._blocks_needed(sequence) + headroom  # what is shared may have to be copied no more
         return wanted <= self._store.num_free and self._reserve(sequence, draft)
@@ -200,8 +202,11 @@ class Planner:
 
     def _peak(self, holders: list[Sequence], growing: set[Sequence]) -> int:
         """The future peak of KV use, once each of ``growing`` has got a token."""
-        lengths = [len(s.tokens) + (s in growing) for s in holders]
-        remaining = [_remaining(s) - (s in growing) for s in holders]
+        lengths, remaining = [], []
+        for sequence in holders:
+            width = _width([sequence])
+            lengths += [len(sequence.tokens) + (sequence in growing)] * width
+            remaining += [_remaining(sequence) - (sequence in growing)] * width
         return future_peak(lengths, remaining, self._store.tokens_per_block)
 
     def _blocks_needed(self, sequence: Sequence) -> int:
@@ -218,6 +223,11 @@ class Planner:
 
 def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.sequence_id, sequence.choice
+
+
+def _width(sequences: list[Sequence]) -> int:
+    """How many sequences these are, once those that will be forked have been."""
+    return len(sequences) + sum(sequence.num_forks for sequence in sequences)
 
 
 def _remaining(sequence: Sequence) -> int:

@@ -34,6 +34,8 @@ class Runner:
             )
         self.model = model
         self.device = model.device
+        embeddings: Any = model.get_input_embeddings()
+        self.vocabulary_size: int = embeddings.weight.shape[0]
         self._selects_rows = "logits_to_keep" in parameters
         use_paged_attention(model)
         for name, module in model.named_modules():

@@ -20,6 +20,8 @@ class Sequence:
         choice: which of the answers of this sequence ID it is; the store's key is (sequence_id, choice).
         order: arrival number; the smaller, the older.
         priority: larger goes first where sequences compete.
+        num_forks: further choices that will be forked from it once its prompt is computed.
+        reuses_prefix: take what the store has cached of its tokens, rather than compute all of them.
         num_computed: tokens whose keys and values are in the store.
         finish_reason: why it ended (``stop``, ``length``, ...); ``None`` while it is unfinished.
     """
@@ -30,6 +32,8 @@ class Sequence:
     choice: int = 0
     order: int = 0
     priority: int = 0
+    num_forks: int = 0
+    reuses_prefix: bool = True
     num_prompt: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     finish_reason: str | None = field(default=None, init=False)
