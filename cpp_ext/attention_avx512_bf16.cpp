@@ -12,7 +12,9 @@ struct DotBf16Cells {
   using Panel = __m512bh;
   static constexpr Index kPair = 2;
 
-  static Panel load(const Cell* cells) { return reinterpret_cast<Panel>(_mm512_loadu_si512(cells)); }
+  static Panel load(const Cell* cells) {
+    return Avx512Simd::keep(reinterpret_cast<Panel>(_mm512_loadu_si512(cells)));
+  }
   static __m512 multiply_add(__m512 sum, const Left* left, Panel panel) {
     int pair;
     std::memcpy(&pair, left, sizeof pair);

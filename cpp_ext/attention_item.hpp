@@ -11,6 +11,9 @@ namespace triton_inflight {
 namespace {
 
 inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
+// How many cells ahead keys and values are fetched: enough to cover the time that memory takes to answer, few
+// enough to wait in the nearest cache.
+inline constexpr Index kFetchCells = 64;
 inline constexpr float kLog2E = 1.442695041F;
 
 template <typename Simd, typename Cells>
@@ -58,6 +61,7 @@ class ItemAttention {
         value_width_(call.layout.padded_value_width()),
         block_(call.layout.tokens_per_block),
         span_blocks_(blocks_per_span(block_)),
+        blocks_ahead_(max(kFetchCells / block_, 1)),
         // Scores become weights in place, so a row of either is as long in bytes.
         left_per_float_(static_cast<Index>(sizeof(float) / sizeof(Left))),
         factor_(call.softcap > 0 ? kLog2E : call.scale * kLog2E),
@@ -102,7 +106,7 @@ class ItemAttention {
   struct ReadingOrder {
     Index first_block;
     Index num_blocks;
-    const Cell* keys_and_values[2 * (kSpanCells / 16) + kFetchAhead];
+    const Cell* keys_and_values[2 * (kSpanCells / 16) + kFetchCells / 16];
   };
 
   void arrange(Index span, ReadingOrder& order) const {
@@ -114,7 +118,7 @@ class ItemAttention {
     const Cell** next = order.keys_and_values;
     for (Index block = order.first_block; block < end; ++block) *next++ = keys_of(block);
     for (Index block = order.first_block; block < end; ++block) *next++ = values_of(block);
-    for (Index i = 0; i < kFetchAhead; ++i) *next++ = keys_of(min(end + i, last));
+    for (Index i = 0; i < blocks_ahead_; ++i) *next++ = keys_of(min(end + i, last));
   }
 
   // Softmax and output of the rows over one span. Only cells that some row sees are read from the values:
@@ -131,17 +135,31 @@ class ItemAttention {
 
   void multiply_keys(const ReadingOrder& order) const {
     const Index steps = key_width_ / Cells::kPair;
-    for (Index i = 0; i < order.num_blocks; ++i) {
-      multiply<Simd, Cells>({queries_, key_width_, item_.num_rows, order.keys_and_values + i, steps, steps,
-                             block_, scores_ + i * block_, span_blocks_ * block_});
-    }
+    multiply<Simd, Cells>({.left = queries_,
+                           .left_stride = key_width_,
+                           .rows = item_.num_rows,
+                           .blocks = order.keys_and_values,
+                           .blocks_ahead = blocks_ahead_,
+                           .block_steps = steps,
+                           .block_columns = block_,
+                           .steps = steps,
+                           .columns = order.num_blocks * block_,
+                           .out = scores_,
+                           .out_stride = span_blocks_ * block_});
   }
 
   void multiply_values(const ReadingOrder& order, Index cells, float* output) const {
-    const Index steps = (cells + Cells::kPair - 1) / Cells::kPair;
-    multiply<Simd, Cells>({reinterpret_cast<const Left*>(scores_), span_blocks_ * block_ * left_per_float_,
-                           item_.num_rows, order.keys_and_values + order.num_blocks, block_ / Cells::kPair,
-                           steps, value_width_, output, value_width_});
+    multiply<Simd, Cells>({.left = reinterpret_cast<const Left*>(scores_),
+                           .left_stride = span_blocks_ * block_ * left_per_float_,
+                           .rows = item_.num_rows,
+                           .blocks = order.keys_and_values + order.num_blocks,
+                           .blocks_ahead = blocks_ahead_,
+                           .block_steps = block_ / Cells::kPair,
+                           .block_columns = value_width_,
+                           .steps = (cells + Cells::kPair - 1) / Cells::kPair,
+                           .columns = value_width_,
+                           .out = output,
+                           .out_stride = value_width_});
   }
 
   // Scores of `cells` cells from position `base` on -> weights, their maxima and their sums.
@@ -247,6 +265,7 @@ class ItemAttention {
   const Index value_width_;
   const Index block_;
   const Index span_blocks_;
+  const Index blocks_ahead_;
   const Index left_per_float_;
   const float factor_;  // of the differences of scores, to powers of 2
   Left* const queries_;

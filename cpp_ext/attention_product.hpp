@@ -11,9 +11,6 @@
 namespace triton_inflight {
 namespace {
 
-// How many blocks before its turn a block is fetched into the cache.
-inline constexpr Index kFetchAhead = FETCH_AHEAD;
-
 // Pools of float32.
 template <typename Simd>
 struct Float32Cells {
@@ -22,7 +19,7 @@ struct Float32Cells {
   using Panel = typename Simd::Vec;
   static constexpr Index kPair = 1;
 
-  static Panel load(const Cell* cells) { return Simd::load(cells); }
+  static Panel load(const Cell* cells) { return Simd::keep(Simd::load(cells)); }
   static typename Simd::Vec multiply_add(typename Simd::Vec sum, const Left* left, Panel panel) {
     return Simd::fma(Simd::broadcast(*left), panel, sum);
   }
@@ -47,42 +44,55 @@ struct WidenedBf16Cells {
   static void store_left(Left* left, typename Simd::Vec values) { Simd::store(left, values); }
 };
 
+// The cells come in blocks of [block_steps][block_columns][pair], which continue each other along k or along
+// the columns, whichever of the two is larger than a block.
 template <typename Cells>
 struct Product {
   const typename Cells::Left* left;  // [row][k]
   Index left_stride;
   Index rows;
-  // Cells in blocks of [steps_per_block][columns][pair]. kFetchAhead entries more than are multiplied: those
-  // are only fetched into the cache.
   const typename Cells::Cell* const* blocks;
-  Index steps_per_block;
-  Index steps;  // pairs of k to sum over, through as many blocks as it takes
-  Index columns;
-  float* out;  // [row][column]
+  Index blocks_ahead;  // while a block is multiplied, the one so many places behind it is fetched
+  Index block_steps;
+  Index block_columns;  // multiple of 16
+  Index steps;          // pairs of k to sum over
+  Index columns;        // multiple of 16
+  float* out;           // [row][column]
   Index out_stride;
 };
 
+// What else has to be done for cells that are multiplied: nothing, or fetching others into the cache, to be
+// read many times or once (and then not to push others out).
+enum class Fetch { kNothing, kKeep, kOnce };
+
 // kRows x (kVecs vectors) sums held in registers over all steps.
-template <typename Simd, typename Cells, int kRows, int kVecs, bool kPrefetch>
+template <typename Simd, typename Cells, int kRows, int kVecs, Fetch kFetch>
 void multiply_tile(const Product<Cells>& product, Index row, Index column) {
-  const Index step = product.columns * Cells::kPair;
-  const Index offset = column * Cells::kPair;
+  const Index step = product.block_columns * Cells::kPair;
   const typename Cells::Left* left = product.left + row * product.left_stride;
+  const typename Cells::Cell* cells[kVecs];
+  const typename Cells::Cell* ahead[kVecs];
   typename Simd::Vec sums[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) sums[r][v] = Simd::zero();
   }
   Index remaining = product.steps;
-  for (Index b = 0; remaining > 0; ++b) {
-    const typename Cells::Cell* cells = product.blocks[b] + offset;
-    const typename Cells::Cell* next = product.blocks[b + kFetchAhead] + offset;
-    const Index steps = remaining < product.steps_per_block ? remaining : product.steps_per_block;
-    for (Index k = 0; k < steps; ++k, cells += step, next += step, left += Cells::kPair) {
+  for (Index depth = 0; remaining > 0; ++depth) {
+    for (int v = 0; v < kVecs; ++v) {
+      const auto at = static_cast<std::uint32_t>(column + v * Simd::kWidth);
+      const auto width = static_cast<std::uint32_t>(product.block_columns);
+      const auto* const* block = product.blocks + depth + at / width;
+      cells[v] = *block + at % width * Cells::kPair;
+      ahead[v] = block[product.blocks_ahead] + at % width * Cells::kPair;
+    }
+    const Index steps = remaining < product.block_steps ? remaining : product.block_steps;
+    for (Index k = 0; k < steps; ++k, left += Cells::kPair) {
       typename Cells::Panel panels[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
-        panels[v] = Cells::load(cells + v * Simd::kWidth * Cells::kPair);
-        if constexpr (kPrefetch) __builtin_prefetch(next + v * Simd::kWidth * Cells::kPair, 0, FETCH_HINT);
+        panels[v] = Cells::load(cells[v] + k * step);
+        if constexpr (kFetch == Fetch::kKeep) __builtin_prefetch(ahead[v] + k * step, 0, 3);
+        if constexpr (kFetch == Fetch::kOnce) __builtin_prefetch(ahead[v] + k * step, 0, 0);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -100,15 +110,15 @@ void multiply_tile(const Product<Cells>& product, Index row, Index column) {
   }
 }
 
-template <typename Simd, typename Cells, int kRows, int kVecs, bool kPrefetch>
+template <typename Simd, typename Cells, int kRows, int kVecs, Fetch kFetch>
 void multiply_rows(const Product<Cells>& product, Index row, Index rows, Index column) {
   if constexpr (kRows > 1) {
     if (rows < kRows) {
-      multiply_rows<Simd, Cells, kRows - 1, kVecs, kPrefetch>(product, row, rows, column);
+      multiply_rows<Simd, Cells, kRows - 1, kVecs, kFetch>(product, row, rows, column);
       return;
     }
   }
-  multiply_tile<Simd, Cells, kRows, kVecs, kPrefetch>(product, row, column);
+  multiply_tile<Simd, Cells, kRows, kVecs, kFetch>(product, row, column);
 }
 
 // All rows of kVecs vectors of columns. Rows are dealt out evenly, 4 + 4 rather than 6 + 2: a tile of few
@@ -116,18 +126,21 @@ void multiply_rows(const Product<Cells>& product, Index row, Index rows, Index c
 template <typename Simd, typename Cells, int kVecs>
 void multiply_columns(const Product<Cells>& product, Index column) {
   const Index tiles = (product.rows + Simd::kMaxRows - 1) / Simd::kMaxRows;
+  if (tiles == 1) {
+    multiply_rows<Simd, Cells, Simd::kMaxRows, kVecs, Fetch::kOnce>(product, 0, product.rows, column);
+    return;
+  }
   for (Index tile = 0; tile < tiles; ++tile) {
     const Index row = tile * product.rows / tiles;
     const Index rows = (tile + 1) * product.rows / tiles - row;
     if (tile == 0) {
-      multiply_rows<Simd, Cells, Simd::kMaxRows, kVecs, true>(product, row, rows, column);
+      multiply_rows<Simd, Cells, Simd::kMaxRows, kVecs, Fetch::kKeep>(product, row, rows, column);
     } else {
-      multiply_rows<Simd, Cells, Simd::kMaxRows, kVecs, false>(product, row, rows, column);
+      multiply_rows<Simd, Cells, Simd::kMaxRows, kVecs, Fetch::kNothing>(product, row, rows, column);
     }
   }
 }
 
-// The columns must be a multiple of 16.
 template <typename Simd, typename Cells, int kVecs = Simd::kMaxVecs>
 void multiply(const Product<Cells>& product, Index column = 0) {
   constexpr Index kColumns = kVecs * Simd::kWidth;

@@ -58,6 +58,11 @@ struct Avx2Simd {
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
   }
 
+  template <typename Panel>
+  static Panel keep(Panel panel) {
+    return panel;
+  }
+
   // a0 b0 a1 b1 ... -> (a0 a1 ..., b0 b1 ...)
   static VecPair load_bf16_pairs(const std::uint16_t* from) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));

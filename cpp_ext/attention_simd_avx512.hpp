@@ -43,6 +43,13 @@ struct Avx512Simd {
   static float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
   static float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
 
+  // GCC would rather load a vector of cells anew for every row than keep it, and run out of load ports.
+  template <typename Panel>
+  static Panel keep(Panel panel) {
+    __asm__("" : "+v"(panel));
+    return panel;
+  }
+
   // a0 b0 a1 b1 ... -> (a0 a1 ..., b0 b1 ...)
   static VecPair load_bf16_pairs(const std::uint16_t* from) {
     const __m512i pairs = _mm512_loadu_si512(from);

@@ -70,6 +70,11 @@ struct PortableSimd {
     return result;
   }
 
+  template <typename Panel>
+  static Panel keep(Panel panel) {
+    return panel;
+  }
+
   // a0 b0 a1 b1 ... -> (a0 a1 ..., b0 b1 ...)
   static VecPair load_bf16_pairs(const std::uint16_t* from) {
     return {each([&](int i) { return bf16_to_float(from[2 * i]); }),

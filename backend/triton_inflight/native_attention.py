@@ -6,6 +6,7 @@ the environment variable ``TRITON_INFLIGHT_ISA`` names another (portable, avx2, 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch  # before _native: the kernels run on the threads of torch's OpenMP runtime
@@ -60,7 +61,7 @@ class NativePool:
         )
         self._isa = _native.chosen_isa() if isa is None else isa
         self._value_width = value_width
-        self.data = torch.zeros(num_blocks, self._layout.block_size, dtype=dtype)
+        self.data = _zeros(num_blocks, self._layout.block_size, dtype)
         self._address = self.data.data_ptr()
 
     @property
@@ -166,6 +167,15 @@ class NativePool:
             raise ValueError(f"key is {key.dtype} and value {value.dtype}, must be of one type")
         if not scale > 0:
             raise ValueError(f"scale is {scale}, must be above 0")
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on large pages where the system has them: decoding reads all over the pool, and most of its small
+    pages would have to be looked up anew."""
+    memory = mmap.mmap(-1, rows * columns * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 def _is_bf16(dtype: torch.dtype) -> bool:
