@@ -265,10 +265,6 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
         [f"{_CONTROL} X: false and true are [1, 0]", "0 and 1", "bool_false_true: [ false, true ]"],
     ),
     (
-        {"model_transaction_policy.decoupled": False},
-        ["model_transaction_policy.decoupled: false", "Write model_transaction_policy { decoupled: true }"],
-    ),
-    (
         {"model_transaction_policy": None},
         ["model_transaction_policy.decoupled: not stated", "model_transaction_policy { decoupled: true }"],
     ),
@@ -394,6 +390,10 @@ WARNINGS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"instance_group": [{"kind": "KIND_MODEL", "count": 1}]},
         ["instance_group.kind: KIND_MODEL", "takes the CPU", "kind: KIND_CPU"],
+    ),
+    (
+        {"model_transaction_policy.decoupled": False},
+        ["model_transaction_policy.decoupled: false", "one response", "delete it"],
     ),
 ]
 

@@ -35,6 +35,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("triton_inflight")
 
+_FIRST_OWN_ID = 2**63  # engine IDs of sequences whose correlation ID is a string
+
+
+class _UnarySender:
+    """Stands for a response sender where Triton takes one response a request, as the trip's return value."""
+
+    def __init__(self) -> None:
+        self.response: Any = None
+
+    def send(self, response: Any, _flags: int = 0) -> None:
+        self.response = response
+
+    def is_cancelled(self) -> bool:
+        """Unknown between trips: only the request itself can be asked, and only in a trip."""
+        return False
+
 
 @dataclass
 class _Client:
@@ -140,7 +156,7 @@ class TritonPythonModel:
         self._metrics = Metrics(make_metric)
         self._clients: dict[int, _Client] = {}
         self._string_ids: dict[str, int] = {}
-        self._own_ids = itertools.count(2**63)
+        self._own_ids = itertools.count(_FIRST_OWN_ID)
         self._collided: set[int] = set()  # IDs started twice, whose older request Triton still has to bring
         self._gone: set[int] = set()  # IDs the watcher found cancelled
         self._lock = threading.Lock()  # a trip, or the watcher between two trips
@@ -149,13 +165,16 @@ class TritonPythonModel:
         self._report()
         self._watcher.start()
 
-    def execute(self, requests: list[Any]) -> None:
-        """One trip. Everything sent in it has been sent when it returns."""
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """One trip. Everything sent in it has been sent when it returns.
+
+        Returns:
+            Nothing; of a model with ``decoupled: false`` each request's response, None where it goes on.
+        """
         with self._lock:
             started = time.perf_counter()
             trip: dict[int, _Visit] = {}
-            for request in requests:
-                self._receive(request, trip)
+            senders = [self._receive(request, trip) for request in requests]
             try:
                 forward_seconds = self._generate(trip)
             except Exception as error:
@@ -166,6 +185,7 @@ class TritonPythonModel:
                 if not visit.answered:
                     visit.request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
+        return None if self._settings.decoupled else [sender.response for sender in senders]
 
     def finalize(self) -> None:
         """Unload: no thread and no response sender stays behind."""
@@ -173,31 +193,34 @@ class TritonPythonModel:
 
     # -- the requests of a trip ---------------------------------------------------------------------------
 
-    def _receive(self, request: Any, trip: dict[int, _Visit]) -> None:
-        """Take a request into the trip, or answer it at once."""
+    def _receive(self, request: Any, trip: dict[int, _Visit]) -> Any:
+        """Take a request into the trip, or answer it at once; where its responses go."""
+        sender = request.get_response_sender() if self._settings.decoupled else _UnarySender()
         if self._is_padding(request):
-            return
+            return sender
         sequence_id, flags = self._sequence_id(request), request.flags()
         starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         ends = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
-        sender = request.get_response_sender()
         if (starts or sequence_id not in self._clients) and request.is_cancelled():
             # Released with ALL, it would keep its slot in Triton 2.51; the core answers it by itself.
             request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-            return
+            return sender
         try:
             if starts:
                 self._start(sequence_id, request, ends, trip)
             else:
                 self._check_goes_on(sequence_id, request, ends, trip)
         except RequestError as error:
+            self._forget_string_id(sequence_id)
             self._refuse(sender, error)
         except Exception as error:
             log.exception("sequence %d could not be started", sequence_id)
+            self._forget_string_id(sequence_id)
             self._refuse(sender, RequestError(f"{type(error).__name__}: {error}", "INTERNAL"))
         else:
             self._watcher.hold(sequence_id, sender)
             trip[sequence_id] = _Visit(request, sender, self._clients[sequence_id], starts, ends)
+        return sender
 
     def _sequence_id(self, request: Any) -> int:
         """The engine's ID of a request's sequence: Triton's, or one of our own for an ID that is a string."""
@@ -224,6 +247,11 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = json.loads(request.parameters() or "{}")
         generation = parse_request(tensors, parameters, self._settings, self._defaults, self._warn_once)
+        if not self._settings.decoupled and (generation.stream or generation.sends_sequence_index):
+            raise RequestError(
+                f"{'stream' if generation.stream else 'num_return_sequences'} needs several responses, and this model "
+                "gives one (model_transaction_policy.decoupled is false); leave it out, or ask another model"
+            )
         bound = self._settings.max_tokens_in_one_trip
         if ends and generation.max_tokens > bound:
             raise RequestError(
@@ -304,7 +332,10 @@ class TritonPythonModel:
                 trip[sequence_id].open = False
         now = time.monotonic()
         for sequence_id, visit in trip.items():
-            if visit.open and now >= visit.client.deadline:
+            if visit.open and not self._settings.decoupled and visit.request.is_cancelled():
+                self._forget(sequence_id, "cancelled")
+                visit.open = False
+            elif visit.open and now >= visit.client.deadline:
                 for update in self._engine.finish(sequence_id, "timeout"):
                     self._deliver(visit, update)
         going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
@@ -453,8 +484,14 @@ class TritonPythonModel:
         """Drop everything known of a sequence, and count how it ended."""
         self._engine.drop(sequence_id)
         self._clients.pop(sequence_id, None)
+        self._forget_string_id(sequence_id)
         self._watcher.release(sequence_id)
         self._metrics.count("inflight_sequences_total", label=outcome)
+
+    def _forget_string_id(self, sequence_id: int) -> None:
+        """Once its sequence has ended, a string ID may begin another one."""
+        if sequence_id >= _FIRST_OWN_ID and sequence_id not in self._clients:
+            self._string_ids = {text: own for text, own in self._string_ids.items() if own != sequence_id}
 
     def _reap(self, cancelled: list[int]) -> None:
         """The watcher found clients gone: free what their sequences hold, now or within the trip that runs."""

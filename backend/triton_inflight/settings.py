@@ -130,6 +130,7 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
         "model_directory": model_directory,
         "scheduler": scheduler_of(config),
         "max_batch_size": config.get("max_batch_size", 0),
+        "decoupled": bool(config.get("model_transaction_policy", {}).get("decoupled")),
         "device": instances_of(config).device,
         "instances": instances_of(config),
         "ready_control": ready_control_of(config),

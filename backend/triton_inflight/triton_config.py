@@ -253,11 +253,15 @@ def _control_text(name: str, kind: str) -> str:
 
 def _check_transaction_policy(config: Config, findings: Findings) -> None:
     policy = config.get("model_transaction_policy", {})
-    if not policy.get("decoupled"):
-        stated = "false" if "decoupled" in policy else "not stated and Triton's auto-completion is off"
+    if "decoupled" not in policy:
         findings.errors.append(
-            f"model_transaction_policy.decoupled: {stated}; this version streams, which needs true. "
-            f"Write model_transaction_policy {{ decoupled: true }}"
+            "model_transaction_policy.decoupled: not stated and Triton's auto-completion is off. "
+            "Write model_transaction_policy { decoupled: true }"
+        )
+    elif not policy["decoupled"]:
+        findings.warnings.append(
+            "model_transaction_policy.decoupled: false; this model gives one response and refuses stream, and Triton "
+            "tells it less of clients that have gone. Unless plain infer calls are wanted, delete it"
         )
 
 
