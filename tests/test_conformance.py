@@ -59,10 +59,9 @@ class MixesBatchMates(LlamaForCausalLM):
 class CountsItsOwnPositions(LlamaForCausalLM):
     """Ignores the positions that it is given."""
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        own = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, **{**kwargs, "position_ids": own})
 
 
 def _tiny_llama(kind: type[LlamaForCausalLM]) -> PreTrainedModel:
