@@ -115,10 +115,11 @@ def make_engine(
     max_seq_len: int = 512,
     reuse: bool = False,
     runner: type[Runner] = Runner,
+    native: bool = True,
 ) -> Engine:
     """An engine over a copy of a model, which itself stays stock."""
     store = KVStore(num_blocks, tokens_per_block, reuse)
-    tensors = KVTensors(num_blocks, tokens_per_block, torch.float32, torch.device("cpu"))
+    tensors = KVTensors(num_blocks, tokens_per_block, torch.float32, torch.device("cpu"), native)
     planner = Planner(store, max_num_tokens, max_running_sequences)
     return Engine(runner(copy.deepcopy(model)), byte_tokenizer(), store, tensors, planner, [EOS], max_seq_len)
 

@@ -25,11 +25,13 @@ def _expected(model, prompts: list[str], max_tokens: list[int]) -> list[list[int
     return [solo(model, encode(p), n) for p, n in zip(prompts, max_tokens, strict=True)]
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "reference"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_ragged_batches_generate_what_each_prompt_generates_alone(family: str) -> None:
+def test_ragged_batches_generate_what_each_prompt_generates_alone(family: str, native: bool) -> None:
     model = tiny_model(family)
     prompts = _prompts()
-    outputs, steps = generate_all(make_engine(model, max_num_tokens=24), prompts, MAX_TOKENS, ARRIVALS)
+    engine = make_engine(model, max_num_tokens=24, native=native)
+    outputs, steps = generate_all(engine, prompts, MAX_TOKENS, ARRIVALS)
     expected = _expected(model, prompts, MAX_TOKENS)
     assert outputs == expected
     assert len({tuple(output[:5]) for output in expected}) > 4, "the oracle must tell prompts apart"

@@ -1,9 +1,10 @@
 """Paged attention behind transformers' attention interface: the only file that knows that interface.
 
 A conforming model calls the registered function once per attention layer, with the queries, keys and values
-of the step's flat batch. The function writes the new keys and values into the store's cells and lets every
-token attend over the blocks of its own sequence. Masks are never materialised for the whole batch: the
-registered mask function hands each layer a description of its pattern instead of a tensor.
+of the step's flat batch. The function hands them to the pool of that layer, which writes the new keys and values
+into the store's cells and lets every token attend over the blocks of its own sequence. Masks are never
+materialised for the whole batch: the registered mask function hands each layer a description of its pattern
+instead of a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from triton_inflight.batch import Batch, StepScope, current_scope
+from triton_inflight.batch import current_scope
 from triton_inflight.kv_tensors import KVShape
 
 # Free of the substrings (sdpa, flash, flex, paged|, /) that transformers gives a meaning of its own.
@@ -84,91 +85,11 @@ def _attention(
         window = attention_mask.window
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     shape = KVShape(k.shape[1], k.shape[2], v.shape[2])
-    keys, values = scope.tensors.layer(scope.calls, shape)
+    pool = scope.tensors.pool(scope.calls, shape)
     scope.calls += 1
-    keys.flatten(0, 1).index_copy_(0, scope.batch.cells, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, scope.batch.cells, v.to(values.dtype))
+    same_work = (shape, q.shape[1], window)  # as a rule that of all layers, or of every second one
+    if same_work not in scope.plans:
+        batch = scope.batch
+        scope.plans[same_work] = pool.plan(batch.tables, batch.starts, batch.lengths, q.shape[1], window)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    for group in _groups(scope, window):
-        out[group.rows] = _attend(q[group.rows], keys, values, group, scale, softcap, s_aux)
-    return out[None], None
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Sequences of a step that run the same number of tokens, padded to the longest history among them.
-
-    Attributes:
-        rows: (n, t) int64, rows of the flat batch: t tokens of each of n sequences.
-        tables: (n, m) int64, blocks of each sequence.
-        bias: (n, 1, t, m * tokens_per_block) float32, 0 where a token may attend and -inf elsewhere.
-    """
-
-    rows: torch.Tensor
-    tables: torch.Tensor
-    bias: torch.Tensor
-
-
-def _groups(scope: StepScope, window: int | None) -> list[_Group]:
-    """The groups of a step for one window, worked out by the first layer that asks."""
-    groups = scope.memo.get(window)
-    if groups is None:
-        groups = scope.memo[window] = _make_groups(scope.batch, scope.tensors.tokens_per_block, window)
-    return groups  # type: ignore[return-value]
-
-
-def _make_groups(batch: Batch, tokens_per_block: int, window: int | None) -> list[_Group]:
-    """One group of all sequences that run a single token, and one for each of the others."""
-    counts = [b - a for a, b in zip(batch.starts, batch.starts[1:], strict=False)]
-    single = [i for i, count in enumerate(counts) if count == 1]
-    members = ([single] if single else []) + [[i] for i, count in enumerate(counts) if count > 1]
-    device = batch.tokens.device
-    groups = []
-    for group in members:
-        longest = max(batch.lengths[i] for i in group)
-        num_blocks = -(-longest // tokens_per_block)
-        rows = torch.tensor([range(batch.starts[i], batch.starts[i + 1]) for i in group], device=device)
-        reach = torch.arange(num_blocks * tokens_per_block, device=device)
-        distance = batch.positions[0][rows][:, :, None] - reach
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None]
-        groups.append(_Group(rows, batch.tables[group, :num_blocks].long(), bias))
-    return groups
-
-
-def _attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    group: _Group,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The torch reference: (n, t, query heads, key width) queries -> (n, t, query heads, value width).
-
-    Scores are accumulated in float32, as in transformers' eager attention. Grouped heads are stacked as rows
-    of one product per key head, so keys and values are never repeated.
-    """
-    n, t, heads, width = q.shape
-    k = keys[group.tables].flatten(1, 2).transpose(1, 2)  # (n, key heads, cells, key width)
-    v = values[group.tables].flatten(1, 2).transpose(1, 2)
-    kv_heads = k.shape[1]
-    per_head = heads // kv_heads
-    stacked = (
-        q.view(n, t, kv_heads, per_head, width)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(n, kv_heads, per_head * t, width)
-    )
-    scores = (stacked @ k.to(q.dtype).transpose(2, 3)).float().view(n, kv_heads, per_head, t, -1) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + group.bias[:, None]
-    if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, per_head, 1, 1).expand(n, -1, -1, t, 1)
-        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    out = weights.to(q.dtype).view(n, kv_heads, per_head * t, -1) @ v.to(q.dtype)
-    return out.view(n, kv_heads, per_head, t, -1).permute(0, 3, 1, 2, 4).reshape(n, t, heads, -1)
+    return pool.attend(scope.plans[same_work], q, k, v, scale, softcap, s_aux)[None], None

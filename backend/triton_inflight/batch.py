@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ class Batch:
     Attributes:
         tokens: (1, T) int64, on the model's device.
         positions: (1, T) int64, on the model's device.
-        cells: (T,) int64, on the model's device: where each token's keys and values go.
         tables: (N, M) int32, on the model's device: each sequence's blocks in order; unused entries are 0.
         starts: N + 1 row numbers; sequence i has the rows from ``starts[i]`` to ``starts[i + 1]``.
         lengths: N cell counts that each sequence attends over, this step's tokens included.
@@ -42,7 +42,6 @@ class Batch:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    cells: torch.Tensor
     tables: torch.Tensor
     starts: Rows[int]
     lengths: Rows[int]
@@ -58,7 +57,7 @@ def build_batch(runs: Rows[Run], store: KVStore, device: torch.device) -> Batch:
     starts = np.concatenate(([0], np.cumsum(counts)))
     ids = np.array([s.sequence_id for s in sequences], dtype=np.uint64)
     choices = np.array([s.choice for s in sequences], dtype=np.uint32)
-    cells, tables = store.layout(ids, choices, firsts, counts)
+    _, tables = store.layout(ids, choices, firsts, counts)
     tokens = np.concatenate(
         [
             s.tokens[s.num_computed : s.num_computed + run.count]
@@ -70,7 +69,6 @@ def build_batch(runs: Rows[Run], store: KVStore, device: torch.device) -> Batch:
     return Batch(
         tokens=torch.from_numpy(tokens).to(device)[None],
         positions=torch.from_numpy(positions).to(device)[None],
-        cells=torch.from_numpy(cells).to(device),
         tables=torch.from_numpy(tables).to(device),
         starts=starts.tolist(),
         lengths=(firsts + counts).tolist(),
@@ -90,13 +88,13 @@ class StepScope:
         batch: the step's arrays.
         tensors: where keys and values are kept.
         calls: attention calls made so far in this forward pass.
-        memo: what the first attention call of a step works out for all of them.
+        plans: the pools' plans of the step; the first attention call that needs one makes it for all.
     """
 
     batch: Batch
     tensors: KVTensors
     calls: int = 0
-    memo: dict[object, object] = field(default_factory=dict)
+    plans: dict[object, Any] = field(default_factory=dict)
 
 
 _SCOPE: ContextVar[StepScope | None] = ContextVar("triton_inflight_step", default=None)

@@ -16,7 +16,7 @@ from triton_inflight.conformance import probe
 from triton_inflight.engine import Engine
 from triton_inflight.errors import ModelError
 from triton_inflight.kv_store import KVStore
-from triton_inflight.kv_tensors import KVShape, KVTensors, bytes_per_token
+from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.planner import Planner
 from triton_inflight.protocol import model_defaults
 from triton_inflight.rope import freeze_rope
@@ -55,12 +55,15 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     )
     max_seq_len = _max_seq_len(settings, model.config)
     conformance = probe(model, settings.tokens_per_block)
-    num_blocks = _num_blocks(settings, conformance.shapes, dtype, device, max_seq_len)
+    # A single block of every pool tells what a token takes, padding included.
+    sample = KVTensors(1, settings.tokens_per_block, dtype, device)
+    sample.preallocate(conformance.shapes)
+    num_blocks = _num_blocks(settings, sample.bytes_per_token, device, max_seq_len)
     store = KVStore(num_blocks, settings.tokens_per_block, settings.enable_kv_cache_reuse)
     tensors = KVTensors(num_blocks, settings.tokens_per_block, dtype, device)
     try:
         tensors.preallocate(conformance.shapes)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV-state store does not fit into memory: {error}; {_BUDGET_REMEDY}") from error
     capacity = num_blocks * settings.tokens_per_block
     log.info(
@@ -68,7 +71,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
         "%.0f MiB; sequences of up to %d tokens",
         settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
         conformance.difference, num_blocks, settings.tokens_per_block,
-        capacity * bytes_per_token(conformance.shapes, dtype) / 2**20, min(max_seq_len, capacity),
+        capacity * tensors.bytes_per_token / 2**20, min(max_seq_len, capacity),
     )  # fmt: skip
     planner = Planner(
         store, settings.max_num_tokens, settings.max_running_sequences, settings.batch_scheduler_policy
@@ -110,19 +113,13 @@ def _max_seq_len(settings: Settings, config: PreTrainedConfig) -> int:
     return wanted
 
 
-def _num_blocks(
-    settings: Settings,
-    shapes: tuple[KVShape, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_seq_len: int,
-) -> int:
+def _num_blocks(settings: Settings, bytes_per_token: int, device: torch.device, max_seq_len: int) -> int:
     """Blocks of the store: the configured budget, or what every sequence could need within half the memory.
 
     Raises:
         ModelError: the budget does not hold a single block.
     """
-    block_bytes = bytes_per_token(shapes, dtype) * settings.tokens_per_block
+    block_bytes = bytes_per_token * settings.tokens_per_block
     if settings.max_tokens_in_paged_kv_cache is not None:
         num_blocks = settings.max_tokens_in_paged_kv_cache // settings.tokens_per_block
     elif settings.kv_cache_bytes is not None:

@@ -69,6 +69,10 @@ class NativePool:
         """Memory of one cell, padding included."""
         return self.data.nbytes // (self._layout.num_blocks * self._layout.tokens_per_block)
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copy the cells of a whole block."""
+        self.data[destination] = self.data[source]
+
     def plan(
         self,
         tables: torch.Tensor,
