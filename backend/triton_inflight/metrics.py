@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -140,9 +140,3 @@ class Metrics:
         if (name, label) not in self._members:
             self._members[name, label] = self._make(self._families[name], label)
         return self._members[name, label]
-
-
-def labels(family: Family, label: str | None, common: Mapping[str, str]) -> dict[str, str]:
-    """The labels of a family's member: the common ones, and the family's own."""
-    own = {} if family.label is None else {family.label: str(label)}
-    return {**common, **own}

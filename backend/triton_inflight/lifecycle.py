@@ -1,0 +1,436 @@
+"""The life of sequences: from the requests that carry them on trips to their answers.
+
+The rules here keep clients from hanging and nothing from leaking, whatever Triton's core and clients do; which
+facts they answer to stands in docs/lifecycle.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from triton_inflight.books import Books, Client
+from triton_inflight.engine import Engine
+from triton_inflight.errors import RequestError
+from triton_inflight.generation import Update
+from triton_inflight.metrics import Metrics
+from triton_inflight.outputs import Tensor
+from triton_inflight.pending import Pending, best_of
+from triton_inflight.protocol import GenerationRequest, output_tensors, parse_request
+from triton_inflight.settings import Settings
+from triton_inflight.watcher import ResponseSender, Watcher
+
+log = logging.getLogger(__name__)
+
+_FIRST_OWN_ID = 2**63  # engine IDs of sequences whose correlation ID is a string
+
+
+class Carrier(Protocol):
+    """A request on one trip.
+
+    Attributes:
+        correlation_id: Triton's ID of the sequence.
+        starts, ends: the flags that the client set.
+        identity: what stays with a request on all its trips, and tells it from others.
+        sender: what the watcher asks whether the client is gone.
+    """
+
+    correlation_id: int | str
+    starts: bool
+    ends: bool
+    identity: tuple[str, str]
+    sender: ResponseSender
+
+    def is_padding(self) -> bool:
+        """Whether Triton made it up for a slot that has no request."""
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Its input tensors."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Its request parameters."""
+
+    def timeout_microseconds(self) -> int:
+        """Its timeout as Triton has it; 0 if there is none."""
+
+    def is_cancelled(self) -> bool:
+        """Whether its client is gone, as far as Triton knows."""
+
+    def send(self, tensors: Mapping[str, Tensor], final: bool) -> None:
+        """Send a response."""
+
+    def refuse(self, error: RequestError) -> None:
+        """Send an error as the final response."""
+
+    def reschedule(self) -> None:
+        """Give the request back to Triton for another trip. Otherwise it is released for good."""
+
+
+@dataclass
+class _Visit:
+    """A sequence's part of one trip.
+
+    Attributes:
+        open: the sequence is still to be stepped.
+        answered: the final response has been sent; otherwise the request goes back to Triton.
+    """
+
+    carrier: Carrier
+    client: Client
+    open: bool = True
+    answered: bool = False
+
+
+_Trip = dict[int, _Visit]
+
+
+class Lifecycle:
+    """Runs the trips of one model instance.
+
+    Args:
+        settings: the model's.
+        engine: what steps the sequences.
+        defaults: what requests get where they say nothing.
+        metrics: where to note what happens.
+    """
+
+    def __init__(
+        self, settings: Settings, engine: Engine, defaults: Mapping[str, Any], metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._defaults = defaults
+        self._metrics = metrics
+        self._books = Books(metrics)
+        self._warn_once = functools.lru_cache(1024)(log.warning)
+        self._clients: dict[int, Client] = {}
+        self._string_ids: dict[str, int] = {}
+        self._own_ids = itertools.count(_FIRST_OWN_ID)
+        self._collided: set[int] = set()  # IDs with two requests, whose older one Triton still has to bring
+        self._gone: set[int] = set()  # IDs the watcher found cancelled
+        self._lock = threading.Lock()  # a trip, or the watcher between two trips
+        self._watcher = Watcher(settings.cancellation_check_period_ms / 1000, self._reap, self._report)
+        self._report()
+        self._watcher.start()
+
+    def trip(self, carriers: Sequence[Carrier]) -> None:
+        """Step the sequences of these requests. Everything sent in the trip has been sent when it returns."""
+        with self._lock:
+            started = time.perf_counter()
+            trip: _Trip = {}
+            for carrier in carriers:
+                self._receive(carrier, trip)
+            forward_seconds = 0.0
+            try:
+                forward_seconds = self._generate(trip)
+            except Exception as error:
+                log.exception("a trip failed; its %d sequences end with an error", len(trip))
+                self._fail_all(trip, error)
+            for visit in trip.values():
+                if not visit.answered:
+                    visit.carrier.reschedule()
+            self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
+
+    def close(self) -> None:
+        """No thread and no response sender stays behind."""
+        self._watcher.stop()
+
+    # -- the requests of a trip ---------------------------------------------------------------------------
+
+    def _receive(self, carrier: Carrier, trip: _Trip) -> None:
+        """Take a request into the trip, or answer it at once."""
+        if carrier.is_padding():
+            return
+        sequence_id = self._sequence_id(carrier.correlation_id)
+        if (carrier.starts or sequence_id not in self._clients) and carrier.is_cancelled():
+            # Released for good, it would keep its slot in Triton 2.51; the core answers it by itself.
+            carrier.reschedule()
+            return
+        try:
+            if carrier.starts:
+                self._start(sequence_id, carrier, trip)
+            else:
+                self._check_goes_on(sequence_id, carrier, trip)
+        except RequestError as error:
+            self._forget_string_id(sequence_id)
+            carrier.refuse(error)
+        except Exception as error:
+            log.exception("sequence %d could not be started", sequence_id)
+            self._forget_string_id(sequence_id)
+            carrier.refuse(_internal(error))
+        else:
+            self._watcher.hold(sequence_id, carrier.sender)
+            trip[sequence_id] = _Visit(carrier, self._clients[sequence_id])
+
+    def _sequence_id(self, correlation_id: int | str) -> int:
+        """The engine's ID of a sequence: Triton's, or one of our own for an ID that is a string."""
+        if isinstance(correlation_id, int):
+            return correlation_id
+        return self._string_ids.setdefault(correlation_id, next(self._own_ids))
+
+    def _start(self, sequence_id: int, carrier: Carrier, trip: _Trip) -> None:
+        """Make a new sequence of a request.
+
+        Raises:
+            RequestError: the request cannot be served, or its sequence ID is in use.
+        """
+        if sequence_id in self._clients:
+            self._end_both(sequence_id, trip)
+        parameters = carrier.parameters()
+        request = parse_request(
+            carrier.tensors(), parameters, self._settings, self._defaults, self._warn_once
+        )
+        self._check_fits_the_way(request, carrier)
+        now = time.monotonic()
+        num_input_tokens = self._engine.add(sequence_id, request)
+        self._collided.discard(sequence_id)  # an older request that Triton has dropped will not come
+        allowed = _time_allowed(request, parameters, carrier.timeout_microseconds())
+        client = Client(request, carrier.identity, num_input_tokens, started=now, deadline=now + allowed)
+        self._clients[sequence_id] = client
+        self._books.started(client)
+
+    def _check_fits_the_way(self, request: GenerationRequest, carrier: Carrier) -> None:
+        """Whether Triton lets this request be answered as it wants to be.
+
+        Raises:
+            RequestError: it does not.
+        """
+        if not self._settings.decoupled and (request.stream or request.sends_sequence_index):
+            raise RequestError(
+                f"{'stream' if request.stream else 'num_return_sequences'} needs several responses, and this model "
+                "gives one (model_transaction_policy.decoupled is false); leave it out, or ask another model"
+            )
+        bound = self._settings.max_tokens_in_one_trip
+        if carrier.ends and request.max_tokens > bound:
+            raise RequestError(
+                f"max_tokens is {request.max_tokens}, but a request that sets sequence_start and sequence_end "
+                f"together is answered within one trip, in at most {bound} tokens (max_tokens_in_one_trip in "
+                "config.pbtxt); leave sequence_end out, since a sequence ends by itself, or lower max_tokens"
+            )
+
+    def _check_goes_on(self, sequence_id: int, carrier: Carrier, trip: _Trip) -> None:
+        """Whether a request without START is the one that started its sequence, brought back by Triton.
+
+        Raises:
+            RequestError: it is not.
+        """
+        if sequence_id in self._collided:
+            self._collided.remove(sequence_id)
+            raise _collision(carrier.correlation_id)
+        if sequence_id not in self._clients:
+            raise RequestError(
+                f"sequence ID {carrier.correlation_id} is not live: its request must set sequence_start; a sequence "
+                "that has ended does not go on, each generation is one request"
+            )
+        stranger = carrier.identity != self._clients[sequence_id].identity
+        if carrier.ends or sequence_id in trip or stranger:
+            self._end_both(sequence_id, trip)
+
+    def _end_both(self, sequence_id: int, trip: _Trip) -> None:
+        """A second request on a live ID: Triton mixes the two up from here on, so neither may go on.
+
+        Raises:
+            RequestError: always; it is the newer one's. The older ends with it when it comes next.
+        """
+        older = trip.get(sequence_id)
+        error = _collision(sequence_id)
+        self._forget(sequence_id, "failed")
+        if older is not None:
+            self._refuse(older, error)
+        else:
+            self._collided.add(sequence_id)
+        raise error
+
+    # -- steps and responses ------------------------------------------------------------------------------
+
+    def _generate(self, trip: _Trip) -> float:
+        """Step the sequences of a trip; return the seconds of forward passes.
+
+        A trip goes on past ``max_steps_per_execute`` only for requests that Triton will not take back.
+        """
+        forward_seconds, steps = 0.0, 0
+        while going := self._going_on(trip, steps):
+            step = self._engine.step(going)
+            steps += 1
+            forward_seconds += step.forward_seconds
+            self._metrics.step(step)
+            for update in step.updates:
+                self._deliver(trip[update.sequence_id], update)
+            self._bound_queue(trip)
+            if step.num_sequences == 0:
+                self._refuse_stuck(trip)
+                break
+        return forward_seconds
+
+    def _going_on(self, trip: _Trip, steps: int) -> list[int]:
+        """The sequences to step next, once those are ended whose client is gone or whose time is up."""
+        for sequence_id in list(self._gone):
+            self._gone.discard(sequence_id)
+            self._cancel(sequence_id, trip)
+        now = time.monotonic()
+        for sequence_id, visit in trip.items():
+            if visit.open and not self._settings.decoupled and visit.carrier.is_cancelled():
+                self._cancel(sequence_id, trip)  # there is no sender for the watcher to ask
+            elif visit.open and now >= visit.client.deadline:
+                for update in self._engine.finish(sequence_id, "timeout"):
+                    self._deliver(visit, update)
+        going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
+        if steps >= self._settings.max_steps_per_execute and not any(trip[i].carrier.ends for i in going):
+            return []
+        return going
+
+    def _cancel(self, sequence_id: int, trip: _Trip) -> None:
+        """Its client is gone: free what it holds. The request is not answered, so it goes back to Triton."""
+        if sequence_id in self._clients:
+            self._forget(sequence_id, "cancelled")
+        if sequence_id in trip:
+            trip[sequence_id].open = False
+
+    def _deliver(self, visit: _Visit, update: Update) -> None:
+        """Note down what a step did for a choice, send what the client wants by now, end what is finished."""
+        if not visit.open:
+            return  # another choice of it failed
+        client, request = visit.client, visit.client.request
+        self._books.tokens(client, len(update.tokens))
+        pending = client.pending.setdefault(update.choice, Pending(update.choice))
+        pending.take(update)
+        if update.sequence_id not in self._engine:
+            self._end(visit, update)
+        elif request.best_of == request.n:
+            ended = request.response_per_choice and update.finish_reason is not None
+            if ended or (request.stream and pending.is_due(request.stream_interval)):
+                self._send(visit, [pending])
+
+    def _end(self, visit: _Visit, update: Update) -> None:
+        """Answer a sequence that has got its last update."""
+        sequence_id = update.sequence_id
+        visit.open = False
+        if visit.carrier.is_cancelled():
+            # Not answered, so rescheduled: Triton 2.51 keeps the slot of a cancelled request released for good.
+            self._forget(sequence_id, "cancelled")
+        elif update.error is not None:
+            self._forget(sequence_id, "failed")
+            self._refuse(visit, RequestError(f"sequence {sequence_id}: {update.error}", "INTERNAL"))
+        elif update.finish_reason == "timeout" and visit.client.num_output_tokens == 0:
+            self._forget(sequence_id, "timeout")
+            self._refuse(
+                visit, RequestError("no token within the time allowed (max_time, timeout)", "UNAVAILABLE")
+            )
+        else:
+            self._forget(sequence_id, str(update.finish_reason))
+            self._answer(visit)
+
+    def _bound_queue(self, trip: _Trip) -> None:
+        """Refuse new sequences that no step had room for, where more wait already than the config allows."""
+        most = self._settings.max_queue_size
+        if not most or not any(visit.open and visit.carrier.starts for visit in trip.values()):
+            return
+        for sequence_id in self._engine.waiting()[most:]:
+            visit = trip.get(sequence_id)
+            if visit is not None and visit.open and visit.carrier.starts:
+                self._forget(sequence_id, "refused")
+                text = f"{most} sequences wait already (max_queue_size in config.pbtxt); try again later"
+                self._refuse(visit, RequestError(text, "UNAVAILABLE"))
+
+    def _refuse_stuck(self, trip: _Trip) -> None:
+        """Nothing could run: who cannot come back for another trip has to be told."""
+        for sequence_id, visit in trip.items():
+            if visit.open and visit.carrier.ends:
+                self._forget(sequence_id, "failed")
+                error = RequestError(
+                    "the KV-state store is full, and a request with sequence_end cannot wait for another trip; "
+                    "leave sequence_end out",
+                    "UNAVAILABLE",
+                )
+                self._refuse(visit, error)
+
+    def _fail_all(self, trip: _Trip, error: Exception) -> None:
+        """Something of ours broke: nobody hangs, nothing leaks."""
+        for sequence_id, visit in trip.items():
+            if not visit.answered:
+                self._forget(sequence_id, "failed")
+                self._refuse(visit, _internal(error))
+
+    def _refuse(self, visit: _Visit, error: RequestError) -> None:
+        """End a visit with an error."""
+        visit.open, visit.answered = False, True
+        visit.carrier.refuse(error)
+
+    def _answer(self, visit: _Visit) -> None:
+        """End a visit with everything that is not sent yet."""
+        visit.open, visit.answered = False, True
+        request = visit.client.request
+        waiting = [pending for pending in visit.client.pending.values() if not pending.ended]
+        waiting = best_of(waiting, request.n)
+        responses = [[pending] for pending in waiting] if request.response_per_choice else [waiting]
+        for choices in responses[:-1]:
+            self._send(visit, choices)
+        self._send(visit, responses[-1], final=True)
+
+    def _send(self, visit: _Visit, choices: list[Pending], final: bool = False) -> None:
+        """One response with all that these choices have pending."""
+        client = visit.client
+        results = [choice.result(client.num_input_tokens, self._decode_token) for choice in choices]
+        visit.carrier.send(output_tensors(results, client.request), final)
+
+    def _decode_token(self, token_id: int) -> str:
+        return str(self._engine.tokenizer.decode([token_id]))
+
+    # -- the end of sequences -----------------------------------------------------------------------------
+
+    def _forget(self, sequence_id: int, outcome: str) -> None:
+        """Drop everything known of a sequence, and note how it ended."""
+        self._engine.drop(sequence_id)
+        client = self._clients.pop(sequence_id, None)
+        self._forget_string_id(sequence_id)
+        self._watcher.release(sequence_id)
+        if client is not None:
+            self._books.ended(sequence_id, client, outcome)
+
+    def _forget_string_id(self, sequence_id: int) -> None:
+        """Once its sequence has ended, a string ID may begin another one."""
+        if sequence_id >= _FIRST_OWN_ID and sequence_id not in self._clients:
+            self._string_ids = {text: own for text, own in self._string_ids.items() if own != sequence_id}
+
+    def _reap(self, cancelled: list[int]) -> None:
+        """The watcher found clients gone: free what their sequences hold, now or within the trip that runs."""
+        self._gone.update(cancelled)
+        with self._lock:
+            self._going_on({}, steps=0)
+
+    def _report(self) -> None:
+        """Bring the metrics endpoint up to date."""
+        with self._lock:
+            self._books.level(self._engine)
+        self._metrics.flush()
+
+
+def _internal(error: Exception) -> RequestError:
+    return RequestError(f"{type(error).__name__}: {error}", "INTERNAL")
+
+
+def _collision(correlation_id: int | str) -> RequestError:
+    return RequestError(
+        f"sequence ID {correlation_id} got a second request while it was live, so both end: a generation is one "
+        "request, which Triton steps by itself; leave the ID out (Triton then gives one), or take an unused one of "
+        "2^32 or above",
+        "ALREADY_EXISTS",
+    )
+
+
+def _time_allowed(
+    request: GenerationRequest, parameters: Mapping[str, Any], timeout_microseconds: int
+) -> float:
+    """Seconds a sequence may take: the smaller of max_time and the request's own timeout in microseconds.
+
+    Triton's HTTP generate endpoint passes ``timeout`` on as a parameter, its other ones as a property.
+    """
+    stated = parameters.get("timeout", 0)
+    timeout = timeout_microseconds or (stated if isinstance(stated, int) else 0)
+    return min(request.max_time, timeout / 1e6) if timeout > 0 else request.max_time
