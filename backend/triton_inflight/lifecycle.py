@@ -260,8 +260,7 @@ class Lifecycle:
             steps += 1
             forward_seconds += step.forward_seconds
             self._metrics.step(step)
-            for update in step.updates:
-                self._deliver(trip[update.sequence_id], update)
+            self._deliver(trip, step.updates)
             self._bound_queue(trip)
             if step.num_sequences == 0:
                 self._refuse_stuck(trip)
@@ -278,8 +277,7 @@ class Lifecycle:
             if visit.open and not self._settings.decoupled and visit.carrier.is_cancelled():
                 self._cancel(sequence_id, trip)  # there is no sender for the watcher to ask
             elif visit.open and now >= visit.client.deadline:
-                for update in self._engine.finish(sequence_id, "timeout"):
-                    self._deliver(visit, update)
+                self._deliver(trip, self._engine.finish(sequence_id, "timeout"))
         going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
         if steps >= self._settings.max_steps_per_execute and not any(trip[i].carrier.ends for i in going):
             return []
@@ -292,17 +290,28 @@ class Lifecycle:
         if sequence_id in trip:
             trip[sequence_id].open = False
 
-    def _deliver(self, visit: _Visit, update: Update) -> None:
-        """Note down what a step did for a choice, send what the client wants by now, end what is finished."""
-        if not visit.open:
-            return  # another choice of it failed
+    def _deliver(self, trip: _Trip, updates: Sequence[Update]) -> None:
+        """Note down what a step did, send what clients want by now, end what is finished.
+
+        Several choices of a sequence may get their last updates in one step: it is answered after all of them.
+        """
+        last: dict[int, Update] = {}
+        for update in updates:
+            earlier = last.get(update.sequence_id)
+            if update.sequence_id not in self._engine and (earlier is None or earlier.error is None):
+                last[update.sequence_id] = update
+        for update in updates:
+            self._take(trip[update.sequence_id], update, sends=update.sequence_id not in last)
+        for sequence_id, update in last.items():
+            self._end(trip[sequence_id], update)
+
+    def _take(self, visit: _Visit, update: Update, sends: bool) -> None:
+        """Note down what a step did for a choice; send what the client wants of it by now, if it ``sends``."""
         client, request = visit.client, visit.client.request
         self._books.tokens(client, len(update.tokens))
         pending = client.pending.setdefault(update.choice, Pending(update.choice))
         pending.take(update)
-        if update.sequence_id not in self._engine:
-            self._end(visit, update)
-        elif request.best_of == request.n:
+        if sends and request.best_of == request.n:
             ended = request.response_per_choice and update.finish_reason is not None
             if ended or (request.stream and pending.is_due(request.stream_interval)):
                 self._send(visit, [pending])
