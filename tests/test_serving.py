@@ -27,7 +27,7 @@ TEXT = (
 MODELS = {
     "whole": {},
     "chunked": {"max_num_tokens": 32},
-    "four_slots": {"slots": 4},
+    "four_slots": {"slots": 4, "max_steps_per_execute": 1},
 }
 
 

@@ -250,12 +250,9 @@ class Lifecycle:
     # -- steps and responses ------------------------------------------------------------------------------
 
     def _generate(self, trip: _Trip) -> float:
-        """Step the sequences of a trip; return the seconds of forward passes.
-
-        A trip goes on past ``max_steps_per_execute`` only for requests that Triton will not take back.
-        """
-        forward_seconds, steps = 0.0, 0
-        while going := self._going_on(trip, steps):
+        """Step the sequences of a trip, once or more often; return the seconds of forward passes."""
+        forward_seconds, steps, started = 0.0, 0, time.monotonic()
+        while (going := self._going_on(trip)) and (steps == 0 or self._one_more(trip, steps, started)):
             step = self._engine.step(going)
             steps += 1
             forward_seconds += step.forward_seconds
@@ -267,7 +264,20 @@ class Lifecycle:
                 break
         return forward_seconds
 
-    def _going_on(self, trip: _Trip, steps: int) -> list[int]:
+    def _one_more(self, trip: _Trip, steps: int, started: float) -> bool:
+        """Whether a further step of this trip keeps nobody waiting longer than ``max_trip_ms``.
+
+        A request that sets END cannot come back, so it keeps the trip going. Else the trip ends when a slot has
+        become free. While every slot is taken, nobody can join; else somebody may be waiting to.
+        """
+        if any(visit.open and visit.carrier.ends for visit in trip.values()):
+            return True
+        if steps >= self._settings.max_steps_per_execute or not all(visit.open for visit in trip.values()):
+            return False
+        full = len(trip) >= self._settings.max_batch_size
+        return full or time.monotonic() - started < self._settings.max_trip_ms / 1000
+
+    def _going_on(self, trip: _Trip) -> list[int]:
         """The sequences to step next, once those are ended whose client is gone or whose time is up."""
         for sequence_id in list(self._gone):
             self._gone.discard(sequence_id)
@@ -278,10 +288,7 @@ class Lifecycle:
                 self._cancel(sequence_id, trip)  # there is no sender for the watcher to ask
             elif visit.open and now >= visit.client.deadline:
                 self._deliver(trip, self._engine.finish(sequence_id, "timeout"))
-        going = [sequence_id for sequence_id, visit in trip.items() if visit.open]
-        if steps >= self._settings.max_steps_per_execute and not any(trip[i].carrier.ends for i in going):
-            return []
-        return going
+        return [sequence_id for sequence_id, visit in trip.items() if visit.open]
 
     def _cancel(self, sequence_id: int, trip: _Trip) -> None:
         """Its client is gone: free what it holds. The request is not answered, so it goes back to Triton."""
@@ -411,7 +418,7 @@ class Lifecycle:
         """The watcher found clients gone: free what their sequences hold, now or within the trip that runs."""
         self._gone.update(cancelled)
         with self._lock:
-            self._going_on({}, steps=0)
+            self._going_on({})
 
     def _report(self) -> None:
         """Bring the metrics endpoint up to date."""

@@ -85,7 +85,8 @@ class Settings:
     max_running_sequences: int = 0
     max_queue_size: int = 0
     enable_kv_cache_reuse: bool = True
-    max_steps_per_execute: int = 1
+    max_steps_per_execute: int = 8
+    max_trip_ms: int = 20
     max_tokens_in_one_trip: int = 256
 
     def __post_init__(self) -> None:
@@ -301,8 +302,14 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("enable_kv_cache_reuse", kinds.boolean(), "Share the blocks of prompts that begin alike."),
     Parameter(
         "max_steps_per_execute",
-        kinds.integer(1, 1024, 1),
-        "Most steps in one trip through Triton, while no request waits for a slot.",
+        kinds.integer(1, 1024, 8),
+        "Most steps in one trip through Triton. It ends earlier when a slot becomes free, and after max_trip_ms "
+        "while not all slots are taken.",
+    ),
+    Parameter(
+        "max_trip_ms",
+        kinds.integer(0, 10_000, 20),
+        "Milliseconds after which no further step begins in a trip that a new request could join.",
     ),
     Parameter(
         "max_tokens_in_one_trip",
