@@ -375,6 +375,17 @@ def test_a_prompt_can_be_messages_or_token_ids() -> None:
     assert parse(json_parameters(messages=MESSAGES), text_input=None).messages == tuple(MESSAGES)
 
 
+def test_who_sends_token_ids_gets_token_ids_unless_the_model_or_the_request_says_no() -> None:
+    assert not parse().return_output_ids
+    ids: dict[str, object] = {"text_input": "", "input_ids": "[5, 6]"}
+    request = parse_request({}, ids, SETTINGS)
+    assert (request.return_output_ids, request.return_sequence_length) == (True, True)
+    request = parse_request({}, {**ids, "return_output_ids": False}, SETTINGS)
+    assert (request.return_output_ids, request.return_sequence_length) == (False, True)
+    texts = Settings(model="unused", outputs=("text_output",))
+    assert not parse_request({}, ids, texts).return_output_ids
+
+
 def test_exactly_one_prompt_is_taken() -> None:
     assert "text_input and messages are both sent" in refusal({"messages": json.dumps(MESSAGES)})
     assert "messages and input_ids are both sent" in refusal(
@@ -626,7 +637,8 @@ def test_everything_asked_for_is_sent_with_the_types_that_are_declared() -> None
         "stop_reason": [b"7"],
         "num_input_tokens": [5],
         "num_output_tokens": [2],
-        "output_ids": [[8, 9]],
+        "output_ids": [[[8, 9]]],
+        "sequence_length": [[2]],
         "cumulative_logprob": [-1.5],
         "logprobs": [b'[{"8": {}}]'],
         "prompt_logprobs": [b"[null]"],
@@ -656,7 +668,8 @@ def test_one_response_can_hold_all_choices() -> None:
         "stop_reason": [b"#", b""],
         "num_input_tokens": [5],
         "num_output_tokens": [1, 2],
-        "output_ids": [[8, 8, 9]],
+        "output_ids": [[[8, 0], [8, 9]]],
+        "sequence_length": [[1, 2]],
         "cumulative_logprob": [-0.5, -1.5],
         "logprobs": [b"[{}]", b"[{}, {}]"],
         "cum_log_probs": [[-0.5, -1.5]],

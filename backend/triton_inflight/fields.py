@@ -66,7 +66,7 @@ class Field:
     doc: str
     default: Any = None
     default_setting: str | None = None
-    minimum: int = 0
+    minimum: float = 0
     maximum: int = _LARGEST
     above_minimum: bool = False
     max_items: int = 0
@@ -219,8 +219,8 @@ FIELDS: tuple[Field, ...] = (
         "sampling",
         "Tokens of prompt and output: a positive score is divided by it, a negative one multiplied.",
         default=1.0,
+        minimum=0.01,
         maximum=100,
-        above_minimum=True,
         configurable=True,
     ),
     Field(
@@ -378,7 +378,20 @@ FIELDS: tuple[Field, ...] = (
     Field("return_stop_reason", "bool", "responses", "Send stop_reason.", default=False),
     Field("return_num_input_tokens", "bool", "responses", "Send num_input_tokens.", default=False),
     Field("return_num_output_tokens", "bool", "responses", "Send num_output_tokens.", default=False),
-    Field("return_output_ids", "bool", "responses", "Send output_ids.", default=False),
+    Field(
+        "return_output_ids",
+        "bool",
+        "responses",
+        "Send output_ids. Where the prompt is input_ids they are sent unless this is false.",
+        default=False,
+    ),
+    Field(
+        "return_sequence_length",
+        "bool",
+        "responses",
+        "Send sequence_length. Where the prompt is input_ids it is sent unless this is false.",
+        default=False,
+    ),
     Field("return_cumulative_logprob", "bool", "responses", "Send cumulative_logprob.", default=False),
     Field("return_logprobs", "bool", "responses", "Send logprobs.", default=False),
     Field("return_log_probs", "bool", "responses", "Send cum_log_probs and output_log_probs.", default=False),
@@ -444,6 +457,9 @@ _NO_ADAPTERS = "this backend has no LoRA adapters"
 _NO_IMAGES = "this backend reads text only"
 _NO_DRAFTS = "this backend takes no draft tokens"
 _NO_SOFT_PROMPTS = "this backend has no prompt tuning"
+_NO_SUBSETS = (
+    "this backend does not choose from given tokens only; ban the others with bad_words or logit_bias"
+)
 
 FOREIGN: tuple[Foreign, ...] = (
     Foreign("beam_width", (1,), _NO_BEAMS, "TYPE_INT32", aliases=("num_beams",)),
@@ -458,6 +474,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("guided_regex", (), _NO_GUIDE),
     Foreign("guided_choice", (), _NO_GUIDE),
     Foreign("guided_grammar", (), _NO_GUIDE),
+    Foreign("guided_decoding", (), _NO_GUIDE),
     Foreign("structured_outputs", (), _NO_GUIDE),
     Foreign("response_format", (), _NO_GUIDE),
     Foreign("lora_task_id", (0,), _NO_ADAPTERS, "TYPE_UINT64"),
@@ -477,6 +494,16 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("image", (), _NO_IMAGES, dims=(-1,)),
     Foreign("image_url_input", (), _NO_IMAGES),
     Foreign("decoder_text_input", (), "this backend serves decoder-only models"),
+    Foreign("input_lengths", None, "it has no effect: input_ids are as long as they are", "TYPE_INT32"),
+    Foreign("allowed_token_ids", (), _NO_SUBSETS),
+    Foreign("truncate_prompt_tokens", (), "this backend does not cut prompts; cut them before they are sent"),
+    Foreign("detokenize", (True,), "the text is always sent; output_ids come with it", "TYPE_BOOL"),
+    Foreign(
+        "spaces_between_special_tokens",
+        (True,),
+        "special tokens are joined as the tokenizer does",
+        "TYPE_BOOL",
+    ),
     Foreign("no_repeat_ngram_size", (0,), "this backend does not ban n-grams", "TYPE_INT32"),
     Foreign("watermark", (False,), "this backend adds no watermarks", "TYPE_BOOL"),
 )
@@ -498,11 +525,14 @@ COMPATIBLE_INPUTS: tuple[str, ...] = (
     "stream",
     "streaming",
     "max_tokens",
+    "request_output_len",
     "min_tokens",
     "min_length",
     "temperature",
     "top_k",
+    "runtime_top_k",
     "top_p",
+    "runtime_top_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
@@ -515,6 +545,7 @@ COMPATIBLE_INPUTS: tuple[str, ...] = (
     "exclude_input_in_output",
     "sampling_parameters",
     "input_ids",
+    "input_lengths",
     "messages",
     "return_finish_reason",
     "return_stop_reason",
@@ -526,6 +557,7 @@ COMPATIBLE_INPUTS: tuple[str, ...] = (
     "return_log_probs",
     "beam_width",
     "length_penalty",
+    "len_penalty",
     "pad_id",
     "guided_decoding_guide_type",
     "guided_decoding_guide",

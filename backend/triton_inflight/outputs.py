@@ -71,9 +71,16 @@ OUTPUTS: tuple[Output, ...] = (
     Output(
         "output_ids",
         "TYPE_INT32",
-        (-1,),
-        "Ids of the tokens this response adds, one choice after the other. Shape [1, tokens].",
+        (-1, -1),
+        "Ids of the tokens this response adds. Shape [1, choices, most tokens of a choice], filled up with 0.",
         ("return_output_ids",),
+    ),
+    Output(
+        "sequence_length",
+        "TYPE_INT32",
+        (-1,),
+        "How many of each row of output_ids are tokens. Shape [1, choices].",
+        ("return_sequence_length",),
     ),
     Output(
         "cumulative_logprob",
@@ -180,8 +187,10 @@ def output_tensors(results: Result | Sequence[Result], request: GenerationReques
         counts = [choice.num_output_tokens for choice in choices]
         tensors["num_output_tokens"] = np.array(counts, dtype=np.uint32)
     if request.return_output_ids:
-        token_ids = [token_id for choice in choices for token_id in choice.token_ids]
-        tensors["output_ids"] = np.array([token_ids], dtype=np.int32)
+        tensors["output_ids"] = _padded([choice.token_ids for choice in choices], np.int32)[None]
+    if request.return_sequence_length:
+        lengths = [choice.num_output_tokens for choice in choices]
+        tensors["sequence_length"] = np.array([lengths], dtype=np.int32)
     if request.return_cumulative_logprob:
         tensors["cumulative_logprob"] = _sums(choices)
     if request.return_logprobs:
@@ -190,7 +199,7 @@ def output_tensors(results: Result | Sequence[Result], request: GenerationReques
         tensors["prompt_logprobs"] = _strings([first.prompt_logprobs])
     if request.return_log_probs:
         tensors["cum_log_probs"] = _sums(choices)[None]
-        tensors["output_log_probs"] = _padded([choice.token_logprobs for choice in choices])[None]
+        tensors["output_log_probs"] = _padded([choice.token_logprobs for choice in choices], np.float32)[None]
     if request.sends_sequence_index:
         tensors["sequence_index"] = np.array([[first.choice]], dtype=np.int32)
     return tensors
@@ -204,9 +213,9 @@ def _sums(choices: Sequence[Result]) -> Tensor:
     return np.array([choice.cumulative_logprob for choice in choices], dtype=np.float32)
 
 
-def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Rows of different lengths as one float32 table, filled up with 0."""
-    table = np.zeros((len(rows), max(map(len, rows))), dtype=np.float32)
+def _padded(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+    """Rows of different lengths as one table, filled up with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))), dtype=dtype)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return table

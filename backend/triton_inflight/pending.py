@@ -21,12 +21,14 @@ class Pending:
         choice: which one.
         ended: its last response has been made.
         sent: it has had a response.
+        num_tokens: generated in all, sent or not.
         cumulative_logprob: of its whole output so far, where the request asks.
     """
 
     choice: int
     ended: bool = False
     sent: bool = False
+    num_tokens: int = 0
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -39,6 +41,7 @@ class Pending:
         """Add an update."""
         self.text += update.text
         self.tokens += update.tokens
+        self.num_tokens += len(update.tokens)
         self.logprobs += update.logprobs
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.cumulative_logprob = update.cumulative_logprob
@@ -77,8 +80,13 @@ class Pending:
 
 
 def best_of(choices: Iterable[Pending], n: int) -> list[Pending]:
-    """The ``n`` choices whose outputs are the most likely, in the order of their numbers if there are no more."""
-    ranked = list(choices)
-    if len(ranked) > n:
-        ranked.sort(key=lambda choice: -choice.cumulative_logprob)
-    return ranked[:n]
+    """The ``n`` choices with the highest log probability per token, numbered anew; all of them as they are if there
+    are no more.
+    """
+    found = list(choices)
+    if len(found) <= n:
+        return found
+    ranked = sorted(found, key=lambda choice: -choice.cumulative_logprob / max(1, choice.num_tokens))[:n]
+    for number, choice in enumerate(ranked):
+        choice.choice = number
+    return ranked

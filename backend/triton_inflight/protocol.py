@@ -109,6 +109,7 @@ class GenerationRequest:
     stream_interval: int = 1
     return_stop_reason: bool = False
     return_output_ids: bool = False
+    return_sequence_length: bool = False
     return_cumulative_logprob: bool = False
     return_logprobs: bool = False
     return_log_probs: bool = False
@@ -152,6 +153,7 @@ def parse_request(
     _settle_choices(values, said)
     _settle_lengths(values, said)
     _settle_logprobs(values)
+    _settle_ids(values, said, settings)
     request = _request(values)
     _check_outputs_are_declared(said, request, settings)
     return request
@@ -378,6 +380,16 @@ def _settle_logprobs(values: dict[str, Any]) -> None:
     needed = ("return_logprobs", "return_log_probs", "return_cumulative_logprob")
     if any(values[name] for name in needed) or values["best_of"] > values["n"]:
         values["logprobs"] = values["logprobs"] or 0
+
+
+def _settle_ids(values: dict[str, Any], said: Mapping[str, Any], settings: Settings) -> None:
+    """A client that sends token ids has a tokenizer of its own, and gets token ids."""
+    if values["input_ids"]:
+        for asked, output in (
+            ("return_output_ids", "output_ids"),
+            ("return_sequence_length", "sequence_length"),
+        ):
+            values[asked] = said.get(asked, output in settings.outputs)
 
 
 def _request(values: dict[str, Any]) -> GenerationRequest:
