@@ -298,7 +298,7 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
         ["output text_output: dims [2]", "allowed: [-1] or [1]", "Write dims: [ -1 ]"],
     ),
     (
-        {"output.10.dims": [-1]},
+        {"output.11.dims": [-1]},
         ["output output_log_probs: dims [-1]", "allowed: [-1, -1] or [1, 1]", "Write dims: [ -1, -1 ]"],
     ),
     (
