@@ -69,10 +69,13 @@ def generate_stream(
 
 
 def _post(
-    server: TritonServer, path: str, body: dict[str, Any], timeout: float
+    server: TritonServer | str, path: str, body: dict[str, Any], timeout: float
 ) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(urlsplit(server.http_url).netloc, timeout=timeout)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    url = server if isinstance(server, str) else server.http_url
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
+    # An idle connection would keep a stopping server waiting.
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", path, json.dumps(body), headers)
     return connection
 
 
@@ -144,7 +147,7 @@ class Call:
 class Disconnecting:
     """A streaming HTTP client that can leave at any time."""
 
-    def __init__(self, server: TritonServer, model: str, text: str, **fields: Any) -> None:
+    def __init__(self, server: TritonServer | str, model: str, text: str, **fields: Any) -> None:
         body = {"text_input": text, "stream": True, **fields}
         self._connection = _post(server, f"/v2/models/{model}/generate_stream", body, timeout=60)
         self._response = self._connection.getresponse()

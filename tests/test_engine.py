@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
+import statistics
 
 import pytest
 
@@ -45,6 +47,27 @@ def test_a_decode_step_sees_one_token_of_each_sequence() -> None:
     for step in steps[1:]:
         assert step.num_prefill_tokens == 0
         assert step.num_decode_tokens == step.num_sequences
+
+
+def _calls_of_a_decode_step(engine: Engine) -> int:
+    """Python-level calls of one step, native operations included: what does not depend on the machine."""
+    profile = cProfile.Profile()
+    profile.runcall(engine.step, [0])
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_work_of_a_decode_step_does_not_grow_with_the_text() -> None:
+    """Attention itself apart, which is one native call a layer however long the text is."""
+    engine = make_engine(tiny_model("llama"))
+    engine.add(0, GenerationRequest("x" * 20, 400))
+    calls = []
+    for _ in range(400):
+        calls.append(_calls_of_a_decode_step(engine))
+        if 0 not in engine:
+            break
+    early, late = statistics.median(calls[5:60]), statistics.median(calls[-60:])
+    assert len(calls) > 200
+    assert late <= early * 1.02
 
 
 @pytest.mark.parametrize("reuse", [False, True])
