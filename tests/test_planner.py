@@ -54,6 +54,14 @@ def test_decoding_sequences_go_before_an_older_long_prompt() -> None:
     assert _counts(planner.plan([long, short], [long, short])) == {1: 1, 0: 15}
 
 
+def test_a_plan_explains_itself() -> None:
+    planner, _ = _planner(num_blocks=8, max_num_tokens=64)
+    running, waiting = _sequence(0, 16, limit=20), _sequence(1, 24, limit=28)
+    _run(planner.plan([running], [running]))
+    live = [running, waiting]
+    assert planner.plan(live, live).explain(live) == "#0 1 of 1 pending; #1 waits"
+
+
 def test_a_small_newcomer_does_not_pass_a_large_one_that_waits_for_blocks() -> None:
     planner, store = _planner(num_blocks=8, max_num_tokens=64)
     running, large, small = _sequence(0, 16, limit=20), _sequence(1, 24, limit=28), _sequence(2, 2)

@@ -66,6 +66,7 @@ class Engine:
         eos_token_ids: tokens that end a generation.
         max_seq_len: most tokens of a sequence, prompt and output.
         limit_remedy: what sets ``max_seq_len``, for the error of a prompt that is too long.
+        log_plans: log every step's plan.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Engine:
         eos_token_ids: Iterable[int],
         max_seq_len: int,
         limit_remedy: str = "max_seq_len in config.pbtxt bounds them",
+        log_plans: bool = False,
     ) -> None:
         self.store = store
         self.max_seq_len = max_seq_len
         self._limit_remedy = limit_remedy
+        self._log_plans = log_plans
         self._runner = runner
         self._tokenizer = tokenizer
         self._tensors = tensors
@@ -168,6 +171,8 @@ class Engine:
         """
         offered = [s for sequence_id in sequence_ids for s in self._live[sequence_id].sequences]
         plan = self._planner.plan(offered, [s for live in self._live.values() for s in live.sequences])
+        if self._log_plans:
+            log.info("plan: %s", plan.explain(offered))
         if not plan.runs:
             return Step([], num_preempted=len(plan.preempted))
         decodes = sum(run.sequence.num_output > 0 and run.sequence.num_pending == 1 for run in plan.runs)

@@ -7,7 +7,7 @@ whose prompt is larger than the budget runs it in chunks. (vLLM's V1 scheduler i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,22 @@ class Plan:
     copies: list[tuple[int, int]]
     preempted: list[Sequence]
     num_prefix_hit_tokens: int
+
+    def explain(self, offered: Collection[Sequence]) -> str:
+        """One line: who of the offered runs how many tokens, who waits, who gave way."""
+        counts = {run.sequence: run.count for run in self.runs}
+        parts = []
+        for sequence in offered:
+            if sequence in self.preempted:
+                state = "gave its blocks back"
+            elif sequence not in counts:
+                state = "waits"
+            else:
+                state = f"{counts[sequence]} of {sequence.num_pending} pending"
+            choice = f".{sequence.choice}" if sequence.choice else ""
+            parts.append(f"#{sequence.sequence_id}{choice} {state}")
+        others = len(self.preempted) - sum(sequence in self.preempted for sequence in offered)
+        return "; ".join(parts) + (f"; {others} others gave their blocks back" if others else "")
 
 
 @dataclass
@@ -90,7 +106,7 @@ class Planner:
         self.max_running_sequences = max_running_sequences
         self._evicts = policy == "max_utilization"
 
-    def plan(self, offered: Iterable[Sequence], live: Iterable[Sequence]) -> Plan:
+    def plan(self, offered: Collection[Sequence], live: Iterable[Sequence]) -> Plan:
         """Plan a step.
 
         Args:

@@ -87,6 +87,7 @@ class Settings:
     enable_kv_cache_reuse: bool = True
     max_steps_per_execute: int = 8
     max_trip_ms: int = 20
+    log_plans: bool = False
     max_tokens_in_one_trip: int = 256
 
     def __post_init__(self) -> None:
@@ -316,6 +317,11 @@ PARAMETERS: tuple[Parameter, ...] = (
         kinds.integer(1, LARGEST, 256),
         "Most tokens of a request that sets sequence_start and sequence_end together: it is answered within "
         "one trip.",
+    ),
+    Parameter(
+        "log_plans",
+        kinds.boolean(),
+        "Log every step's plan: who runs how many tokens, who waits, who gave way.",
     ),
 )
 
