@@ -87,8 +87,8 @@ class Settings:
     enable_kv_cache_reuse: bool = True
     max_steps_per_execute: int = 8
     max_trip_ms: int = 20
-    log_plans: bool = False
     max_tokens_in_one_trip: int = 256
+    log_plans: bool = False
 
     def __post_init__(self) -> None:
         conflicts = _conflicts(self)
