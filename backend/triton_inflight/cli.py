@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from triton_inflight import commands, scaffold
+from triton_inflight import bench, commands, scaffold
 from triton_inflight.errors import InflightError
 
 if TYPE_CHECKING:
@@ -183,5 +183,6 @@ def install(
 # Commands that stand in the rooms that do their work.
 app.command()(commands.generate)
 app.command()(commands.demo)
+app.command()(bench.bench)
 app.command()(scaffold.init)
 app.command()(scaffold.check)
