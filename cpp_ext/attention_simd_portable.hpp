@@ -47,6 +47,9 @@ struct PortableSimd {
   static Vec multiply(Vec a, Vec b) {
     return each([&](int i) { return a.lane[i] * b.lane[i]; });
   }
+  static Vec divide(Vec a, Vec b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
   static Vec fma(Vec a, Vec b, Vec c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }

@@ -3,11 +3,13 @@
 
 namespace triton_inflight {
 void bind_attention(pybind11::module_& module);
+void bind_fused(pybind11::module_& module);
 void bind_kv_store(pybind11::module_& module);
 }  // namespace triton_inflight
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The native parts of triton_inflight.";
   triton_inflight::bind_attention(module);
+  triton_inflight::bind_fused(module);
   triton_inflight::bind_kv_store(module);
 }

@@ -69,6 +69,51 @@ def paged_attention(
     sinks: int,
 ) -> None: ...
 
+class Runtime:
+    threads: int
+    def __init__(self, isa: Isa, threads: int) -> None: ...
+    @property
+    def isa(self) -> Isa: ...
+
+class PackedWeight:
+    def __init__(self, address: int, bias: int, columns: int, depth: int, bf16: bool) -> None: ...
+
+_Rows = tuple[int, int, bool]
+_Heads = tuple[int, int, int, int]
+
+def linear(
+    runtime: Runtime,
+    weight: PackedWeight,
+    input: _Rows,
+    width: int,
+    rows: int,
+    out: _Rows,
+    columns: int,
+) -> None: ...
+def gated_mlp(
+    runtime: Runtime,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    input: _Rows,
+    width: int,
+    rows: int,
+    out: _Rows,
+    columns: int,
+) -> None: ...
+def rms_norm(
+    runtime: Runtime, input: _Rows, out: _Rows, scale: int, width: int, rows: int, epsilon: float
+) -> None: ...
+def rotate(
+    runtime: Runtime,
+    input: _Heads,
+    out: _Heads,
+    cosines: _Rows,
+    sines: _Rows,
+    width: int,
+    total: int,
+    tokens: int,
+) -> None: ...
+
 class KVStore:
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = False) -> None: ...
     def reserve(

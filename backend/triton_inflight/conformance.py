@@ -53,16 +53,8 @@ def probe(model: PreTrainedModel, tokens_per_block: int) -> Conformance:
             over flat batches at all.
     """
     subject = _float32_copy(model)
-    window = tokens_per_block // 2 + 1
-    with torch.inference_mode(), _shrunk_windows(subject, window):
-        generator = torch.Generator().manual_seed(0)
-        embeddings: Any = subject.get_input_embeddings()
-        vocabulary = embeddings.weight.shape[0]
-        # Unequal lengths; both cross a block edge and the window.
-        prompts = [
-            torch.randint(vocabulary, (n,), generator=generator).tolist()
-            for n in (tokens_per_block + window + 3, 2 * tokens_per_block + 5)
-        ]
+    with torch.inference_mode(), _shrunk_windows(subject, _window(tokens_per_block)):
+        prompts = _prompts(subject, tokens_per_block)
         stock = [
             subject(input_ids=torch.tensor([p], device=subject.device), use_cache=False).logits[0].float()
             for p in prompts
@@ -86,6 +78,30 @@ def probe(model: PreTrainedModel, tokens_per_block: int) -> Conformance:
     return Conformance(difference, shapes)
 
 
+@torch.inference_mode()
+def logits_in_pieces(model: PreTrainedModel, tokens_per_block: int) -> torch.Tensor:
+    """Logits of the probe's sequences, run in its ragged pieces by a model as it is, in its own type.
+
+    Returns:
+        (tokens, vocabulary).
+    """
+    return torch.cat(_run_in_pieces(model, _prompts(model, tokens_per_block), tokens_per_block)[0])
+
+
+def _window(tokens_per_block: int) -> int:
+    """What sliding windows are shrunk to."""
+    return tokens_per_block // 2 + 1
+
+
+def _prompts(model: PreTrainedModel, tokens_per_block: int) -> list[list[int]]:
+    """Random tokens of unequal lengths; both cross a block edge and the window."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
+    lengths = (tokens_per_block + _window(tokens_per_block) + 3, 2 * tokens_per_block + 5)
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
 def _run_in_pieces(
     model: PreTrainedModel, prompts: list[list[int]], tokens_per_block: int
 ) -> tuple[list[torch.Tensor], tuple[KVShape, ...]]:
@@ -102,7 +118,7 @@ def _run_in_pieces(
     store = KVStore(num_blocks, tokens_per_block)
     # Block 0 goes to a sequence that never runs, so that no table is right by being all zeros.
     store.reserve(99, 0, 0, 1)
-    tensors = KVTensors(num_blocks, tokens_per_block, torch.float32, model.device)
+    tensors = KVTensors(num_blocks, tokens_per_block, model.dtype, model.device)
     runner = Runner(model)
     rows: dict[Sequence, list[torch.Tensor]] = {first: [], second: []}
     for piece in pieces:

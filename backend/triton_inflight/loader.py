@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from triton_inflight import weights
-from triton_inflight.conformance import probe
+from triton_inflight.conformance import logits_in_pieces, probe
 from triton_inflight.engine import Engine
 from triton_inflight.errors import ModelError
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
+from triton_inflight.packing import pack
 from triton_inflight.planner import Planner
 from triton_inflight.protocol import model_defaults
 from triton_inflight.rope import freeze_rope
@@ -55,6 +56,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     )
     max_seq_len = _max_seq_len(settings, model.config)
     conformance = probe(model, settings.tokens_per_block)
+    packed = pack(model, lambda: logits_in_pieces(model, settings.tokens_per_block))
     # A single block of every pool tells what a token takes, padding included.
     sample = KVTensors(1, settings.tokens_per_block, dtype, device)
     sample.preallocate(conformance.shapes)
@@ -67,10 +69,12 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
         raise ModelError(f"the KV-state store does not fit into memory: {error}; {_BUDGET_REMEDY}") from error
     capacity = num_blocks * settings.tokens_per_block
     log.info(
-        "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; KV-state store %d blocks of %d tokens, "
+        "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; %d modules packed in "
+        "%.0f MiB, difference %.1e; KV-state store %d blocks of %d tokens, "
         "%.0f MiB; sequences of up to %d tokens",
         settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
-        conformance.difference, num_blocks, settings.tokens_per_block,
+        conformance.difference, packed.num_modules, packed.weight_bytes / 2**20, packed.difference,
+        num_blocks, settings.tokens_per_block,
         capacity * tensors.bytes_per_token / 2**20, min(max_seq_len, capacity),
     )  # fmt: skip
     planner = Planner(

@@ -1,0 +1,140 @@
+#include "fused.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "parallel.hpp"
+
+namespace triton_inflight {
+namespace {
+
+// Fewer numbers than this are not worth waking up a thread.
+constexpr Index kParallelNumbers = 32768;
+// Bytes between two rows that put them into one set of the nearest cache, which then holds few of them.
+constexpr Index kCacheWay = 4096;
+
+// Memory of the calling thread, kept from one call to the next, aligned to a cache line.
+class Scratch {
+ public:
+  void* take(Index bytes) {
+    constexpr std::size_t kAlignment = 64;
+    const auto wanted = static_cast<std::size_t>(bytes) + kAlignment;
+    if (size_ < wanted) {
+      memory_ = std::make_unique_for_overwrite<char[]>(wanted);
+      size_ = wanted;
+    }
+    void* start = memory_.get();
+    std::size_t room = size_;
+    return std::align(kAlignment, static_cast<std::size_t>(bytes), start, room);
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  std::size_t size_ = 0;
+};
+
+// Ranges of panels, each a share of what is left: neighbours in memory go to one thread, and yet no thread is
+// left with a long range when the others are done.
+std::vector<Index> range_ends(Index panels, int threads) {
+  std::vector<Index> ends;
+  for (Index done = 0; done < panels;) {
+    done += std::max<Index>(1, (panels - done) / (2 * threads));
+    ends.push_back(done);
+  }
+  return ends;
+}
+
+Index element_size(bool bf16) { return bf16 ? 2 : 4; }
+
+// A stride for rows of so many numbers that spreads them over the cache.
+Index spread_stride(Index width, bool bf16) {
+  const Index line = 64 / element_size(bf16);
+  const Index stride = (width + line - 1) / line * line;
+  return stride * element_size(bf16) % kCacheWay == 0 ? stride + line : stride;
+}
+
+void each_row(int threads, Index rows, Index width, const std::function<void(Index)>& task) {
+  if (threads <= 1 || rows * width < kParallelNumbers) {
+    for (Index row = 0; row < rows; ++row) task(row);
+    return;
+  }
+  constexpr Index kRowsAtOnce = 8;
+  parallel_for(threads, (rows + kRowsAtOnce - 1) / kRowsAtOnce, [&](Index part) {
+    const Index end = std::min(rows, (part + 1) * kRowsAtOnce);
+    for (Index row = part * kRowsAtOnce; row < end; ++row) task(row);
+  });
+}
+
+// The input as the kernel wants it: itself if possible, else a copy of its own type and stride.
+RowsView prepared(const FusedKernel& kernel, int threads, const PackedWeight& weight, const RowsView& in,
+                  Index rows, Index width, Scratch& scratch) {
+  const bool usable = in.bf16 == kernel.left_bf16 && width == weight.depth &&
+                      (rows == 1 || in.stride * element_size(in.bf16) % kCacheWay != 0);
+  if (usable) return in;
+  const Index stride = spread_stride(weight.depth, kernel.left_bf16);
+  const Index size = element_size(kernel.left_bf16);
+  const RowsView out{scratch.take(rows * stride * size), stride, kernel.left_bf16};
+  each_row(threads, rows, weight.depth, [&](Index row) {
+    char* to = static_cast<char*>(out.data) + row * stride * size;
+    kernel.convert(in, row, width, to);
+    std::fill(to + width * size, to + weight.depth * size, char{0});
+  });
+  return out;
+}
+
+void multiply(const FusedKernel& kernel, int threads, const PackedWeight& weight, const RowsView& left,
+              Index rows, const RowsView& out, Index columns, bool gated) {
+  const std::vector<Index> ends = range_ends(weight.panels(), threads);
+  const Index written = gated ? kPanelColumns / 2 : kPanelColumns;
+  parallel_for(threads, static_cast<Index>(ends.size()), [&](Index range) {
+    const auto number = static_cast<std::size_t>(range);
+    for (Index panel = number == 0 ? 0 : ends[number - 1]; panel < ends[number]; ++panel) {
+      const Index first = panel * written;
+      const Index count = std::min(written, columns - first);
+      if (count <= 0) continue;
+      const RowsView part{static_cast<char*>(out.data) + first * element_size(out.bf16), out.stride,
+                          out.bf16};
+      kernel.multiply_panel({left.data, left.stride, rows, weight.panel(panel), weight.depth,
+                             weight.bias == nullptr ? nullptr : weight.bias + panel * kPanelColumns, part,
+                             count, gated});
+    }
+  });
+}
+
+}  // namespace
+
+void linear(const Runtime& runtime, const PackedWeight& weight, const RowsView& in, Index width, Index rows,
+            const RowsView& out, Index columns) {
+  thread_local Scratch scratch;
+  const FusedKernel kernel = fused_kernel(runtime.isa, weight.bf16);
+  const RowsView left = prepared(kernel, runtime.threads, weight, in, rows, width, scratch);
+  multiply(kernel, runtime.threads, weight, left, rows, out, columns, false);
+}
+
+void gated_mlp(const Runtime& runtime, const PackedWeight& gate_up, const PackedWeight& down,
+               const RowsView& in, Index width, Index rows, const RowsView& out, Index columns) {
+  thread_local Scratch scratch;
+  thread_local Scratch activation_scratch;
+  const FusedKernel kernel = fused_kernel(runtime.isa, gate_up.bf16);
+  const RowsView left = prepared(kernel, runtime.threads, gate_up, in, rows, width, scratch);
+  // Columns of the padding are zero times zero, so what is beyond the true width adds nothing.
+  const Index stride = spread_stride(down.depth, kernel.left_bf16);
+  const RowsView activations{activation_scratch.take(rows * stride * element_size(kernel.left_bf16)), stride,
+                             kernel.left_bf16};
+  multiply(kernel, runtime.threads, gate_up, left, rows, activations, down.depth, true);
+  multiply(kernel, runtime.threads, down, activations, rows, out, columns, false);
+}
+
+void rms_norm(const Runtime& runtime, const NormCall& call, Index rows) {
+  const FusedKernel kernel = fused_kernel(runtime.isa, false);
+  each_row(runtime.threads, rows, call.width, [&](Index row) { kernel.norm(call, row); });
+}
+
+void rotate(const Runtime& runtime, const RotaryCall& call, Index tokens) {
+  const FusedKernel kernel = fused_kernel(runtime.isa, false);
+  each_row(runtime.threads, tokens, call.in.heads * call.total,
+           [&](Index token) { kernel.rotate(call, token); });
+}
+
+}  // namespace triton_inflight

@@ -1,0 +1,111 @@
+// The fused operations for Python. Tensors come as addresses and strides: bfloat16 has no numpy type.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "fused.hpp"
+
+namespace py = pybind11;
+
+namespace triton_inflight {
+namespace {
+
+using RowsArgument = std::tuple<std::uintptr_t, Index, bool>;  // address, stride, is bfloat16
+using HeadsArgument =
+    std::tuple<std::uintptr_t, Index, Index, Index>;  // address, token and head stride, heads
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+RowsView rows_of(const RowsArgument& rows) {
+  const auto [address, stride, bf16] = rows;
+  return {pointer(address), stride, bf16};
+}
+
+HeadsView heads_of(const HeadsArgument& tensor) {
+  const auto [address, token_stride, head_stride, heads] = tensor;
+  return {pointer(address), token_stride, head_stride, heads};
+}
+
+PackedWeight make_weight(std::uintptr_t address, std::uintptr_t bias, Index columns, Index depth, bool bf16) {
+  const PackedWeight weight{pointer(address), reinterpret_cast<const float*>(bias), columns, depth, bf16};
+  if (columns < 1 || columns % kPanelColumns != 0)
+    throw std::invalid_argument("columns must be a multiple of 32");
+  if (depth < 1 || depth % weight.pair() != 0)
+    throw std::invalid_argument("depth must be a multiple of the pair");
+  return weight;
+}
+
+constexpr const char* kWeightDoc = R"doc(
+A packed weight by its address; the caller keeps the memory alive.
+
+Args:
+    address: of [columns / 32][depth / pair][32][pair] numbers; the pair is 2 in bfloat16 and 1 in float32.
+    bias: address of `columns` float32 numbers, or 0.
+    columns: outputs, padded with zeros to a multiple of 32.
+    depth: inputs, padded with zeros to a multiple of the pair.
+)doc";
+
+constexpr const char* kLinearDoc = R"doc(
+out = in x weight + bias, without the GIL. Nothing is checked.
+
+Args:
+    rows: (address, stride in elements, is bfloat16) of `in` and `out`.
+    width: numbers of an input row; the weight's depth beyond them is padding.
+    columns: numbers of an output row.
+)doc";
+
+}  // namespace
+
+void bind_fused(py::module_& module) {
+  py::class_<Runtime>(module, "Runtime", "Version of the kernels, and how many of torch's threads they use.")
+      .def(py::init<Isa, int>(), py::arg("isa"), py::arg("threads"))
+      .def_readonly("isa", &Runtime::isa)
+      .def_readwrite("threads", &Runtime::threads);
+  py::class_<PackedWeight>(module, "PackedWeight", kWeightDoc)
+      .def(py::init(&make_weight), py::arg("address"), py::arg("bias"), py::arg("columns"), py::arg("depth"),
+           py::arg("bf16"));
+  module.def(
+      "linear",
+      [](const Runtime& runtime, const PackedWeight& weight, const RowsArgument& in, Index width, Index rows,
+         const RowsArgument& out, Index columns) {
+        const py::gil_scoped_release release;
+        linear(runtime, weight, rows_of(in), width, rows, rows_of(out), columns);
+      },
+      kLinearDoc, py::arg("runtime"), py::arg("weight"), py::arg("input"), py::arg("width"), py::arg("rows"),
+      py::arg("out"), py::arg("columns"));
+  module.def(
+      "gated_mlp",
+      [](const Runtime& runtime, const PackedWeight& gate_up, const PackedWeight& down,
+         const RowsArgument& in, Index width, Index rows, const RowsArgument& out, Index columns) {
+        const py::gil_scoped_release release;
+        gated_mlp(runtime, gate_up, down, rows_of(in), width, rows, rows_of(out), columns);
+      },
+      "out = down(silu(gate(in)) * up(in)), as linear; each panel of `gate_up` has 16 columns of both.",
+      py::arg("runtime"), py::arg("gate_up"), py::arg("down"), py::arg("input"), py::arg("width"),
+      py::arg("rows"), py::arg("out"), py::arg("columns"));
+  module.def(
+      "rms_norm",
+      [](const Runtime& runtime, const RowsArgument& in, const RowsArgument& out, std::uintptr_t scale,
+         Index width, Index rows, float epsilon) {
+        const py::gil_scoped_release release;
+        rms_norm(runtime, {rows_of(in), rows_of(out), reinterpret_cast<const float*>(scale), width, epsilon},
+                 rows);
+      },
+      "out = in / sqrt(mean(in^2) + epsilon) * scale for each row; in and out have one type.",
+      py::arg("runtime"), py::arg("input"), py::arg("out"), py::arg("scale"), py::arg("width"),
+      py::arg("rows"), py::arg("epsilon"));
+  module.def(
+      "rotate",
+      [](const Runtime& runtime, const HeadsArgument& in, const HeadsArgument& out,
+         const RowsArgument& cosines, const RowsArgument& sines, Index width, Index total, Index tokens) {
+        const py::gil_scoped_release release;
+        rotate(runtime, {heads_of(in), heads_of(out), rows_of(cosines), rows_of(sines), width, total},
+               tokens);
+      },
+      "Rotary positions in the order of halves: the first `width` of the `total` numbers of each head turn.",
+      py::arg("runtime"), py::arg("input"), py::arg("out"), py::arg("cosines"), py::arg("sines"),
+      py::arg("width"), py::arg("total"), py::arg("tokens"));
+}
+
+}  // namespace triton_inflight
