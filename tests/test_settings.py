@@ -64,6 +64,21 @@ def test_the_shipped_model_reads_without_a_warning() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "scheduler"),
+    [
+        ({}, "iterative"),
+        ({"sequence_batching.iterative_sequence": False}, "sequence"),
+        ({"sequence_batching": None, "dynamic_batching": {}}, "dynamic"),
+        ({"sequence_batching": None, "max_batch_size": 0}, "decoupled"),
+    ],
+)
+def test_the_scheduler_is_what_the_config_asks_for(changes: dict[str, Any], scheduler: str) -> None:
+    settings, warnings = Settings.from_model_config(config(changes))
+    assert warnings == []
+    assert settings.scheduler == scheduler
+
+
 def test_every_parameter_is_an_attribute_of_settings() -> None:
     names = [field.name for field in dataclasses.fields(Settings)]
     ours = [parameter.name for parameter in PARAMETERS if parameter.name != "model"]
@@ -212,18 +227,18 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
         {"parameters.max_running_sequences": {"string_value": "33"}},
         ["parameters.max_running_sequences: 33", "max_batch_size: 32", "Raise max_batch_size"],
     ),
-    ({"sequence_batching": None}, ["sequence_batching: is absent", "iterative_sequence: true"]),
     (
-        {"sequence_batching": None, "max_batch_size": 0},
-        ["sequence_batching: is absent", "iterative_sequence: true", "triton-inflight init"],
+        {"sequence_batching": None},
+        [
+            "sequence_batching: is absent",
+            "max_batch_size: 32",
+            "iterative_sequence: true",
+            "triton-inflight init",
+        ],
     ),
     (
-        {"sequence_batching": None, "dynamic_batching": {"preferred_batch_size": [4]}},
-        ["dynamic_batching: is set", "iterative sequences only", "iterative_sequence: true"],
-    ),
-    (
-        {"sequence_batching.iterative_sequence": False},
-        ["sequence_batching: iterative_sequence is not true", "iterative_sequence: true"],
+        {"sequence_batching": None, "max_batch_size": 0, "model_transaction_policy.decoupled": False},
+        ["model_transaction_policy.decoupled: false", "without a batcher", "Delete it"],
     ),
     ({_IDLE: 1_000_000}, [f"{_IDLE}: 1000000 (1 s), Triton's default", "60 s", "3600000000 (1 h)"]),
     ({_IDLE: 0}, [f"{_IDLE}: 1000000 (1 s), Triton's default", "60 s", "3600000000 (1 h)"]),

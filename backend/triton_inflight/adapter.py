@@ -59,9 +59,9 @@ class TritonPythonModel:
     def _load(self, args: dict[str, str]) -> None:
         # The heavy modules (torch, transformers) are imported here, and not for completing the config.
         bound_spinning()
-        from triton_inflight.lifecycle import Lifecycle
         from triton_inflight.loader import load_engine
         from triton_inflight.metrics import Metrics
+        from triton_inflight.schedulers import make_lifecycle
 
         directory = Path(args["model_repository"])
         self._settings, warnings = Settings.from_model_config(json.loads(args["model_config"]), directory)
@@ -75,7 +75,7 @@ class TritonPythonModel:
             common["instance"] = args["model_instance_name"]
         engine, defaults = load_engine(self._settings, directory)
         metrics = Metrics(_MetricMaker(common))
-        self._lifecycle = Lifecycle(self._settings, engine, defaults, metrics)
+        self._lifecycle = make_lifecycle(self._settings, engine, defaults, metrics)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One trip.
@@ -99,8 +99,9 @@ class _Carrier:
         self._request = request
         self._ready_control = settings.ready_control
         flags = request.flags()
-        self.starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
-        self.ends = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        in_sequences = settings.scheduler in ("iterative", "sequence")
+        self.starts = not in_sequences or bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        self.ends = in_sequences and bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
         self.correlation_id: int | str = request.correlation_id()
         self.identity: tuple[str, str] = (request.request_id(), request.parameters())
         self.sender = request.get_response_sender() if settings.decoupled else _UnarySender()

@@ -24,6 +24,7 @@ class Client:
         num_input_tokens: tokens of its prompt.
         started, first_token, last_token: seconds of the monotonic clock; None and 0 before the first token.
         deadline: when it has to be answered at the latest, by the same clock.
+        last_request: when its client last asked for a token, where clients do.
         pending: what is not sent yet, by choice.
         num_output_tokens: generated in all, by all choices.
     """
@@ -33,6 +34,7 @@ class Client:
     num_input_tokens: int
     started: float
     deadline: float
+    last_request: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
     pending: dict[int, Pending] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Books:
         self.metrics.count("inflight_generated_tokens_total", count)
 
     def ended(self, sequence_id: int, client: Client, outcome: str) -> None:
-        """A sequence ended: ``stop``, ``length``, ``timeout``, ``cancelled``, ``failed`` or ``refused``."""
+        """A sequence ended: ``stop``, ``length``, ``timeout``, ``cancelled``, ``failed``, ``refused``..."""
         self.metrics.count("inflight_sequences_total", label=outcome)
         now = time.monotonic()
         if client.first_token is not None:

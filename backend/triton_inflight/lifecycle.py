@@ -73,7 +73,7 @@ class Carrier(Protocol):
 
 
 @dataclass
-class _Visit:
+class Visit:
     """A sequence's part of one trip.
 
     Attributes:
@@ -87,11 +87,11 @@ class _Visit:
     answered: bool = False
 
 
-_Trip = dict[int, _Visit]
+Trip = dict[int, Visit]
 
 
 class Lifecycle:
-    """Runs the trips of one model instance.
+    """Runs the trips of one model instance under Triton's iterative sequences.
 
     Args:
         settings: the model's.
@@ -123,7 +123,7 @@ class Lifecycle:
         """Step the sequences of these requests. Everything sent in the trip has been sent when it returns."""
         with self._lock:
             started = time.perf_counter()
-            trip: _Trip = {}
+            trip: Trip = {}
             for carrier in carriers:
                 self._receive(carrier, trip)
             forward_seconds = 0.0
@@ -134,7 +134,7 @@ class Lifecycle:
                 self._fail_all(trip, error)
             for visit in trip.values():
                 if not visit.answered:
-                    visit.carrier.reschedule()
+                    self._give_back(visit.carrier)
             self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
 
     def close(self) -> None:
@@ -143,20 +143,16 @@ class Lifecycle:
 
     # -- the requests of a trip ---------------------------------------------------------------------------
 
-    def _receive(self, carrier: Carrier, trip: _Trip) -> None:
+    def _receive(self, carrier: Carrier, trip: Trip) -> None:
         """Take a request into the trip, or answer it at once."""
         if carrier.is_padding():
             return
-        sequence_id = self._sequence_id(carrier.correlation_id)
+        sequence_id = self._sequence_id(carrier)
         if (carrier.starts or sequence_id not in self._clients) and carrier.is_cancelled():
-            # Released for good, it would keep its slot in Triton 2.51; the core answers it by itself.
-            carrier.reschedule()
+            self._give_back(carrier)
             return
         try:
-            if carrier.starts:
-                self._start(sequence_id, carrier, trip)
-            else:
-                self._check_goes_on(sequence_id, carrier, trip)
+            self._enter(sequence_id, carrier, trip)
         except RequestError as error:
             self._forget_string_id(sequence_id)
             carrier.refuse(error)
@@ -166,22 +162,41 @@ class Lifecycle:
             carrier.refuse(_internal(error))
         else:
             self._watcher.hold(sequence_id, carrier.sender)
-            trip[sequence_id] = _Visit(carrier, self._clients[sequence_id])
+            trip[sequence_id] = Visit(carrier, self._clients[sequence_id])
 
-    def _sequence_id(self, correlation_id: int | str) -> int:
+    def _sequence_id(self, carrier: Carrier) -> int:
         """The engine's ID of a sequence: Triton's, or one of our own for an ID that is a string."""
-        if isinstance(correlation_id, int):
-            return correlation_id
-        return self._string_ids.setdefault(correlation_id, next(self._own_ids))
+        if isinstance(carrier.correlation_id, int):
+            return carrier.correlation_id
+        return self._string_ids.setdefault(carrier.correlation_id, next(self._own_ids))
 
-    def _start(self, sequence_id: int, carrier: Carrier, trip: _Trip) -> None:
+    def _enter(self, sequence_id: int, carrier: Carrier, trip: Trip) -> None:
+        """Begin the sequence of a request, or see that it is the one that goes on.
+
+        Raises:
+            RequestError: neither.
+        """
+        if not carrier.starts:
+            self._check_goes_on(sequence_id, carrier, trip)
+            return
+        if sequence_id in self._clients:
+            self._end_both(sequence_id, trip)
+        self._collided.discard(sequence_id)  # an older request that Triton has dropped will not come
+        self._start(sequence_id, carrier)
+
+    def _give_back(self, carrier: Carrier) -> None:
+        """What becomes of a request that was not answered: it goes on, or its client is gone.
+
+        Released for good, a cancelled request would keep its slot in Triton 2.51; rescheduled, the core ends it.
+        """
+        carrier.reschedule()
+
+    def _start(self, sequence_id: int, carrier: Carrier) -> None:
         """Make a new sequence of a request.
 
         Raises:
-            RequestError: the request cannot be served, or its sequence ID is in use.
+            RequestError: the request cannot be served.
         """
-        if sequence_id in self._clients:
-            self._end_both(sequence_id, trip)
         parameters = carrier.parameters()
         request = parse_request(
             carrier.tensors(), parameters, self._settings, self._defaults, self._warn_once
@@ -189,7 +204,6 @@ class Lifecycle:
         self._check_fits_the_way(request, carrier)
         now = time.monotonic()
         num_input_tokens = self._engine.add(sequence_id, request)
-        self._collided.discard(sequence_id)  # an older request that Triton has dropped will not come
         allowed = _time_allowed(request, parameters, carrier.timeout_microseconds())
         client = Client(request, carrier.identity, num_input_tokens, started=now, deadline=now + allowed)
         self._clients[sequence_id] = client
@@ -214,7 +228,7 @@ class Lifecycle:
                 "config.pbtxt); leave sequence_end out, since a sequence ends by itself, or lower max_tokens"
             )
 
-    def _check_goes_on(self, sequence_id: int, carrier: Carrier, trip: _Trip) -> None:
+    def _check_goes_on(self, sequence_id: int, carrier: Carrier, trip: Trip) -> None:
         """Whether a request without START is the one that started its sequence, brought back by Triton.
 
         Raises:
@@ -232,7 +246,7 @@ class Lifecycle:
         if carrier.ends or sequence_id in trip or stranger:
             self._end_both(sequence_id, trip)
 
-    def _end_both(self, sequence_id: int, trip: _Trip) -> None:
+    def _end_both(self, sequence_id: int, trip: Trip) -> None:
         """A second request on a live ID: Triton mixes the two up from here on, so neither may go on.
 
         Raises:
@@ -249,7 +263,7 @@ class Lifecycle:
 
     # -- steps and responses ------------------------------------------------------------------------------
 
-    def _generate(self, trip: _Trip) -> float:
+    def _generate(self, trip: Trip) -> float:
         """Step the sequences of a trip, once or more often; return the seconds of forward passes."""
         forward_seconds, steps, started = 0.0, 0, time.monotonic()
         while (going := self._going_on(trip)) and (steps == 0 or self._one_more(trip, steps, started)):
@@ -264,7 +278,7 @@ class Lifecycle:
                 break
         return forward_seconds
 
-    def _one_more(self, trip: _Trip, steps: int, started: float) -> bool:
+    def _one_more(self, trip: Trip, steps: int, started: float) -> bool:
         """Whether a further step of this trip keeps nobody waiting longer than ``max_trip_ms``.
 
         A request that sets END cannot come back, so it keeps the trip going. Else the trip ends when a slot has
@@ -277,7 +291,7 @@ class Lifecycle:
         full = len(trip) >= self._settings.max_batch_size
         return full or time.monotonic() - started < self._settings.max_trip_ms / 1000
 
-    def _going_on(self, trip: _Trip) -> list[int]:
+    def _going_on(self, trip: Trip) -> list[int]:
         """The sequences to step next, once those are ended whose client is gone or whose time is up."""
         for sequence_id in list(self._gone):
             self._gone.discard(sequence_id)
@@ -290,14 +304,14 @@ class Lifecycle:
                 self._deliver(trip, self._engine.finish(sequence_id, "timeout"))
         return [sequence_id for sequence_id, visit in trip.items() if visit.open]
 
-    def _cancel(self, sequence_id: int, trip: _Trip) -> None:
+    def _cancel(self, sequence_id: int, trip: Trip) -> None:
         """Its client is gone: free what it holds. The request is not answered, so it goes back to Triton."""
         if sequence_id in self._clients:
             self._forget(sequence_id, "cancelled")
         if sequence_id in trip:
             trip[sequence_id].open = False
 
-    def _deliver(self, trip: _Trip, updates: Sequence[Update]) -> None:
+    def _deliver(self, trip: Trip, updates: Sequence[Update]) -> None:
         """Note down what a step did, send what clients want by now, end what is finished.
 
         Several choices of a sequence may get their last updates in one step: it is answered after all of them.
@@ -312,7 +326,7 @@ class Lifecycle:
         for sequence_id, update in last.items():
             self._end(trip[sequence_id], update)
 
-    def _take(self, visit: _Visit, update: Update, sends: bool) -> None:
+    def _take(self, visit: Visit, update: Update, sends: bool) -> None:
         """Note down what a step did for a choice; send what the client wants of it by now, if it ``sends``."""
         client, request = visit.client, visit.client.request
         self._books.tokens(client, len(update.tokens))
@@ -323,12 +337,11 @@ class Lifecycle:
             if ended or (request.stream and pending.is_due(request.stream_interval)):
                 self._send(visit, [pending])
 
-    def _end(self, visit: _Visit, update: Update) -> None:
+    def _end(self, visit: Visit, update: Update) -> None:
         """Answer a sequence that has got its last update."""
         sequence_id = update.sequence_id
         visit.open = False
         if visit.carrier.is_cancelled():
-            # Not answered, so rescheduled: Triton 2.51 keeps the slot of a cancelled request released for good.
             self._forget(sequence_id, "cancelled")
         elif update.error is not None:
             self._forget(sequence_id, "failed")
@@ -342,7 +355,7 @@ class Lifecycle:
             self._forget(sequence_id, str(update.finish_reason))
             self._answer(visit)
 
-    def _bound_queue(self, trip: _Trip) -> None:
+    def _bound_queue(self, trip: Trip) -> None:
         """Refuse new sequences that no step had room for, where more wait already than the config allows."""
         most = self._settings.max_queue_size
         if not most or not any(visit.open and visit.carrier.starts for visit in trip.values()):
@@ -354,7 +367,7 @@ class Lifecycle:
                 text = f"{most} sequences wait already (max_queue_size in config.pbtxt); try again later"
                 self._refuse(visit, RequestError(text, "UNAVAILABLE"))
 
-    def _refuse_stuck(self, trip: _Trip) -> None:
+    def _refuse_stuck(self, trip: Trip) -> None:
         """Nothing could run: who cannot come back for another trip has to be told."""
         for sequence_id, visit in trip.items():
             if visit.open and visit.carrier.ends:
@@ -366,19 +379,19 @@ class Lifecycle:
                 )
                 self._refuse(visit, error)
 
-    def _fail_all(self, trip: _Trip, error: Exception) -> None:
+    def _fail_all(self, trip: Trip, error: Exception) -> None:
         """Something of ours broke: nobody hangs, nothing leaks."""
         for sequence_id, visit in trip.items():
             if not visit.answered:
                 self._forget(sequence_id, "failed")
                 self._refuse(visit, _internal(error))
 
-    def _refuse(self, visit: _Visit, error: RequestError) -> None:
+    def _refuse(self, visit: Visit, error: RequestError) -> None:
         """End a visit with an error."""
         visit.open, visit.answered = False, True
         visit.carrier.refuse(error)
 
-    def _answer(self, visit: _Visit) -> None:
+    def _answer(self, visit: Visit) -> None:
         """End a visit with everything that is not sent yet."""
         visit.open, visit.answered = False, True
         request = visit.client.request
@@ -389,7 +402,7 @@ class Lifecycle:
             self._send(visit, choices)
         self._send(visit, responses[-1], final=True)
 
-    def _send(self, visit: _Visit, choices: list[Pending], final: bool = False) -> None:
+    def _send(self, visit: Visit, choices: list[Pending], final: bool = False) -> None:
         """One response with all that these choices have pending."""
         client = visit.client
         results = [choice.result(client.num_input_tokens, self._decode_token) for choice in choices]

@@ -24,6 +24,7 @@ from triton_inflight.triton_config import (
     Instances,
     Scheduler,
     check_triton_settings,
+    idle_seconds_of,
     instances_of,
     ready_control_of,
     scheduler_of,
@@ -46,7 +47,8 @@ class Settings:
 
     The fields up to ``outputs`` are Triton's own settings; the rest are described in PARAMETERS.
     ``device`` is a torch device; where ``instances`` spread over several GPUs, it names the first of them.
-    ``ready_control`` is the name of Triton's READY control tensor, if one is declared.
+    ``ready_control`` is the name of Triton's READY control tensor, if one is declared; ``max_sequence_idle`` the
+    seconds that a sequence may wait.
     ``max_running_sequences`` of 0 becomes ``max_batch_size``. ``defaults`` are what parameters named
     ``default_NAME`` say, by the name of the field.
 
@@ -63,6 +65,7 @@ class Settings:
     device: str = "cpu"
     instances: Instances = field(default_factory=Instances)
     ready_control: str | None = None
+    max_sequence_idle: float = 3600.0
     inputs: tuple[str, ...] = ("text_input",)
     outputs: tuple[str, ...] = tuple(output.name for output in OUTPUTS)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -136,6 +139,7 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
         "device": instances_of(config).device,
         "instances": instances_of(config),
         "ready_control": ready_control_of(config),
+        "max_sequence_idle": idle_seconds_of(config),
         "inputs": tuple(tensor["name"] for tensor in config.get("input", ())),
         "outputs": tuple(tensor["name"] for tensor in config.get("output", ())),
     }

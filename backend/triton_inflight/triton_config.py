@@ -81,6 +81,12 @@ def ready_control_of(config: Config) -> str | None:
     return name
 
 
+def idle_seconds_of(config: Config) -> float:
+    """How long Triton lets a sequence wait."""
+    batching = config.get("sequence_batching", {})
+    return (batching.get("max_sequence_idle_microseconds", 0) or TRITONS_DEFAULT_IDLE) / _SECOND
+
+
 def instances_of(config: Config) -> Instances:
     """The instances; KIND_AUTO, which Triton has resolved before it asks us, counts as the CPU."""
     groups = config.get("instance_group") or [{}]
@@ -109,28 +115,34 @@ def _optional_input(name: str) -> dict[str, Any]:
 
 def check_triton_settings(config: Config, findings: Findings) -> None:
     """Add to ``findings`` what Triton's part of the configuration would break."""
-    if scheduler_of(config) == "iterative":
+    scheduler = scheduler_of(config)
+    if scheduler == "decoupled":
+        _check_decoupled(config, findings)
+    else:
         _check_batch_size(config, findings)
+    if scheduler in ("iterative", "sequence"):
         _check_sequence_batching(config, findings)
         _check_controls(config, findings)
-    else:
-        findings.errors.append(_not_there_yet(config))
     _check_transaction_policy(config, findings)
     _check_inputs(config, findings)
     _check_outputs(config, findings)
     _check_instances(config, findings)
 
 
-def _not_there_yet(config: Config) -> str:
-    asked = {
-        "sequence": "sequence_batching: iterative_sequence is not true",
-        "dynamic": "dynamic_batching: is set",
-        "decoupled": "sequence_batching: is absent",
-    }[scheduler_of(config)]
-    return (
-        f"{asked}; this version serves iterative sequences only. Write sequence_batching "
-        f"{{ iterative_sequence: true ... }}; `triton-inflight init` writes a whole config.pbtxt"
-    )
+def _check_decoupled(config: Config, findings: Findings) -> None:
+    """Without a batcher of Triton's, the engine batches by itself, and Triton must not add a batch dimension."""
+    size = config.get("max_batch_size", 0)
+    if size:
+        findings.errors.append(
+            f"sequence_batching: is absent, and max_batch_size: {size}. Write sequence_batching "
+            "{ iterative_sequence: true ... } (`triton-inflight init` writes a whole config.pbtxt), or "
+            "max_batch_size: 0 for an engine in a thread of its own, without a batcher of Triton's"
+        )
+    if not config.get("model_transaction_policy", {}).get("decoupled", True):
+        findings.errors.append(
+            "model_transaction_policy.decoupled: false, but without a batcher requests are answered after they were "
+            "handed over. Delete it"
+        )
 
 
 def _check_batch_size(config: Config, findings: Findings) -> None:
