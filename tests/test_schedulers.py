@@ -16,6 +16,7 @@ from conftest import byte_tokenizer, make_engine, random_prompt, solo, tiny_mode
 from serving import Disconnecting, add_model, generate, generate_stream, save_model, settled
 from triton_inflight.launcher import TritonServer
 from triton_inflight.metrics import Metrics
+from triton_inflight.protocol import model_defaults
 from triton_inflight.schedulers import ClientDriven
 from triton_inflight.settings import Settings
 
@@ -218,7 +219,7 @@ class _Noted:
 def test_an_abandoned_client_driven_sequence_is_dropped_by_our_own_clock(model) -> None:
     settings = Settings("none", scheduler="sequence", max_sequence_idle=0.3, cancellation_check_period_ms=20)
     engine = make_engine(model)
-    lifecycle = ClientDriven(settings, engine, {"max_tokens": 50}, Metrics(lambda *_: _Noted()))
+    lifecycle = ClientDriven(settings, engine, model_defaults(settings), Metrics(lambda *_: _Noted()))
     carrier = _Carrier()
     lifecycle.trip([carrier])
     assert len(carrier.sent) == 1
