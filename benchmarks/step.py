@@ -194,7 +194,7 @@ def machine() -> dict[str, Any]:
 def main(
     sequences: Annotated[
         list[int], typer.Option(help="Sequences that run together; give it several times.")
-    ] = DEFAULT_SEQUENCES,  # noqa: B006
+    ] = DEFAULT_SEQUENCES,
     inputs: Annotated[int, typer.Option("--input", help="Tokens of each prompt.")] = 64,
     outputs: Annotated[int, typer.Option("--output", help="Tokens generated for each.")] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds; more give a truer median on a busy machine.")] = 5,
