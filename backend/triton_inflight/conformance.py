@@ -141,7 +141,12 @@ def _float32_copy(model: PreTrainedModel) -> PreTrainedModel:
     else:
         free = psutil.virtual_memory().available
     if 2 * size <= free // 2:
-        return _to(copy.deepcopy(model), torch.float32)
+        # Each weight is converted rather than copied and then converted; tied ones stay tied.
+        converted: dict[int, Any] = {
+            id(p): torch.nn.Parameter(p.detach().to(torch.float32, copy=True), requires_grad=False)
+            for p in model.parameters()
+        }
+        return _to(copy.deepcopy(model, converted), torch.float32)
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(config.num_hidden_layers, _period(config))
     from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config

@@ -17,6 +17,7 @@ from triton_inflight.engine import Engine
 from triton_inflight.errors import ModelError
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
+from triton_inflight.memory import resident_bytes, return_freed_memory
 from triton_inflight.packing import pack
 from triton_inflight.planner import Planner
 from triton_inflight.protocol import model_defaults
@@ -44,7 +45,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     Raises:
         ModelError: the model cannot be loaded or reproduced, or its store does not fit into memory.
     """
-    started = time.perf_counter()
+    started, resident = time.perf_counter(), resident_bytes()
     device = torch.device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     model, tokenizer = weights.load(
@@ -57,6 +58,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     max_seq_len = _max_seq_len(settings, model.config)
     conformance = probe(model, settings.tokens_per_block)
     packed = pack(model, lambda: logits_in_pieces(model, settings.tokens_per_block))
+    return_freed_memory()
     # A single block of every pool tells what a token takes, padding included.
     sample = KVTensors(1, settings.tokens_per_block, dtype, device)
     sample.preallocate(conformance.shapes)
@@ -71,11 +73,12 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     log.info(
         "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; %d modules packed in "
         "%.0f MiB, difference %.1e; KV-state store %d blocks of %d tokens, "
-        "%.0f MiB; sequences of up to %d tokens",
+        "%.0f MiB when full; sequences of up to %d tokens; resident memory grew by %.0f MiB",
         settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
         conformance.difference, packed.num_modules, packed.weight_bytes / 2**20, packed.difference,
         num_blocks, settings.tokens_per_block,
         capacity * tensors.bytes_per_token / 2**20, min(max_seq_len, capacity),
+        (resident_bytes() - resident) / 2**20,
     )  # fmt: skip
     planner = Planner(
         store, settings.max_num_tokens, settings.max_running_sequences, settings.batch_scheduler_policy
