@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import EOS, make_engine, tiny_model
+from conftest import EOS, byte_tokenizer, make_engine, random_prompt, tiny_model
+from test_sampling import assert_drawn_from
 from triton_inflight.engine import Engine
 from triton_inflight.errors import RequestError
 from triton_inflight.lifecycle import Lifecycle
 from triton_inflight.metrics import Family, Metric, Metrics
-from triton_inflight.protocol import model_defaults
+from triton_inflight.protocol import GenerationRequest, model_defaults
+from triton_inflight.sampling_params import SamplingParams
 from triton_inflight.settings import Settings
 
 SETTINGS = Settings(model="tiny", default_max_tokens=8)
@@ -231,6 +234,31 @@ def test_most_of_these_requests_are_answered(engine: Engine) -> None:
 
     ask()
     assert answered > 2 * refused
+
+
+@pytest.mark.parametrize("together", [1, 50])
+def test_samples_of_a_model_follow_its_probabilities(together: int) -> None:
+    """2,000 first tokens at temperature 1, alone and beside others with parameters of their own."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    with torch.inference_mode():
+        expected = (
+            model(torch.tensor([byte_tokenizer().encode("draw")])).logits[0, -1].double().softmax(-1).numpy()
+        )
+    engine = make_engine(model)
+    tokens = []
+    for first in range(0, 2000, together):
+        ids = range(first, first + together)
+        for seed in ids:
+            sampling = SamplingParams(temperature=1.0, seed=seed)
+            engine.add(seed, GenerationRequest("draw", 1, sampling=sampling))
+        mates = range(10_000, 10_000 + (4 if together > 1 else 0))
+        for mate in mates:
+            sampling = SamplingParams(temperature=0.5 * (mate % 2), top_k=3, presence_penalty=1.0)
+            engine.add(mate, GenerationRequest(random_prompt(mate + first, 9), 1, sampling=sampling))
+        updates = engine.step([*ids, *mates]).updates
+        tokens += [update.tokens[0] for update in updates if update.sequence_id in ids]
+    assert len(tokens) == 2000
+    assert_drawn_from(tokens, expected)
 
 
 def test_choices_that_end_in_one_step_keep_their_last_tokens(engine: Engine) -> None:
