@@ -244,7 +244,7 @@ def _ratios(workload: Workload, paths: Sequence[_Path]) -> list[dict[str, Any]]:
 def report_console() -> Console:
     """Where the report goes; wide enough for its tables where that is no terminal."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    return console if console.is_terminal else Console(highlight=False, width=132)
 
 
 def progress_bar() -> Progress:

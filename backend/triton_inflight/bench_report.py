@@ -21,7 +21,8 @@ def figures_table(results: Sequence[Mapping[str, Any]], names: Mapping[str, str]
         results: with ``sequences``, ``path`` and ``figures``, the spreads by name.
         names: what to call each path.
     """
-    table = Table("seq.", "path", title=title)
+    table = Table("seq.", title=title)
+    table.add_column("path", no_wrap=True)
     for heading in (
         "output tok/s",
         "low - high",

@@ -80,7 +80,7 @@ class ServedModel:
     def run_grpc(self, workload: Workload, prompts: Sequence[list[int]]) -> Round:
         """A round over one gRPC stream."""
         requests = [workload.fields(prompt) for prompt in prompts]
-        with self._accounting() as account:
+        with CpuAccount(self.pid) as account:
             sent, events = bench_grpc.stream_all(self._server.grpc_url, self.model, requests)
         return self._round(workload, sent, events, account)
 
@@ -88,16 +88,18 @@ class ServedModel:
         """A round through ``generate_stream``, a connection for each sequence."""
         bodies = [json.dumps({"text_input": "", **workload.fields(prompt)}).encode() for prompt in prompts]
         path = f"/v2/models/{self.model}/generate_stream"
-        with self._accounting() as account:
+        with CpuAccount(self.pid) as account:
             sent, events = bench_sse.stream_all(self._server.host, self._server.http_port, path, bodies)
         for event in (event for stream in events for event in stream):
             if b'"error"' in event.data and "error" in (reply := json.loads(event.data)):
                 raise StreamError(f"{path}: {reply['error']}")
         return self._round(workload, sent, events, account)
 
-    def _accounting(self) -> CpuAccount:
+    @property
+    def pid(self) -> int:
+        """PID of tritonserver."""
         assert self._server.pid is not None
-        return CpuAccount(self._server.pid)
+        return self._server.pid
 
     def _round(
         self,
@@ -161,14 +163,14 @@ class CpuAccount:
         self.client = self.server = 0.0
 
     def __enter__(self) -> CpuAccount:
-        self._before = time.process_time(), _tree_cpu_seconds(self._pid)
+        self._before = time.process_time(), tree_cpu_seconds(self._pid)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client = time.process_time() - self._before[0]
-        self.server = _tree_cpu_seconds(self._pid) - self._before[1]
+        self.server = tree_cpu_seconds(self._pid) - self._before[1]
 
 
 def round_of(
@@ -186,7 +188,7 @@ def round_of(
     return Round(sent, arrivals, tokens, account.client, account.server)
 
 
-def _tree_cpu_seconds(pid: int) -> float:
+def tree_cpu_seconds(pid: int) -> float:
     """CPU time so far of a process and its descendants."""
     total = 0.0
     root = psutil.Process(pid)
