@@ -1,9 +1,9 @@
 #include "fused.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
+#include "fused_scratch.hpp"
 #include "parallel.hpp"
 
 namespace triton_inflight {
@@ -13,26 +13,6 @@ namespace {
 constexpr Index kParallelNumbers = 32768;
 // Bytes between two rows that put them into one set of the nearest cache, which then holds few of them.
 constexpr Index kCacheWay = 4096;
-
-// Memory of the calling thread, kept from one call to the next, aligned to a cache line.
-class Scratch {
- public:
-  void* take(Index bytes) {
-    constexpr std::size_t kAlignment = 64;
-    const auto wanted = static_cast<std::size_t>(bytes) + kAlignment;
-    if (size_ < wanted) {
-      memory_ = std::make_unique_for_overwrite<char[]>(wanted);
-      size_ = wanted;
-    }
-    void* start = memory_.get();
-    std::size_t room = size_;
-    return std::align(kAlignment, static_cast<std::size_t>(bytes), start, room);
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  std::size_t size_ = 0;
-};
 
 // Ranges of panels, each a share of what is left: neighbours in memory go to one thread, and yet no thread is
 // left with a long range when the others are done.
@@ -124,6 +104,11 @@ void gated_mlp(const Runtime& runtime, const PackedWeight& gate_up, const Packed
                              kernel.left_bf16};
   multiply(kernel, runtime.threads, gate_up, left, rows, activations, down.depth, true);
   multiply(kernel, runtime.threads, down, activations, rows, out, columns, false);
+}
+
+void add(const Runtime& runtime, const AddCall& call, Index rows) {
+  const FusedKernel kernel = fused_kernel(runtime.isa, false);
+  each_row(runtime.threads, rows, call.width, [&](Index row) { kernel.add(call, row); });
 }
 
 void rms_norm(const Runtime& runtime, const NormCall& call, Index rows) {

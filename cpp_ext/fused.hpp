@@ -19,6 +19,9 @@ void linear(const Runtime& runtime, const PackedWeight& weight, const RowsView& 
 void gated_mlp(const Runtime& runtime, const PackedWeight& gate_up, const PackedWeight& down,
                const RowsView& in, Index width, Index rows, const RowsView& out, Index columns);
 
+// out = in + sum for each row.
+void add(const Runtime& runtime, const AddCall& call, Index rows);
+
 void rms_norm(const Runtime& runtime, const NormCall& call, Index rows);
 
 void rotate(const Runtime& runtime, const RotaryCall& call, Index tokens);

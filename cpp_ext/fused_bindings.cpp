@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "fused.hpp"
+#include "fused_layer.hpp"
 
 namespace py = pybind11;
 
@@ -54,6 +54,70 @@ Args:
     width: numbers of an input row; the weight's depth beyond them is padding.
     columns: numbers of an output row.
 )doc";
+
+constexpr const char* kLayerDoc = R"doc(
+The weights of a decoder layer around its attention, and the sizes that its rows have.
+
+Args:
+    first_norm, second_norm: (address of `hidden` float32 numbers, epsilon).
+    attention_input: queries, keys (from column `first_key`) and values side by side, `input_columns` in all.
+    attention_output: takes `output_depth` numbers of each row.
+    gate_up, down: of the gated MLP, gate_up packed as gated.
+)doc";
+
+using NormArgument = std::tuple<std::uintptr_t, float>;
+
+NormWeight norm_of(const NormArgument& norm) {
+  return {reinterpret_cast<const float*>(std::get<0>(norm)), std::get<1>(norm)};
+}
+
+void bind_layer(py::module_& module) {
+  py::class_<LayerWeights>(module, "LayerWeights", kLayerDoc)
+      .def(py::init([](const NormArgument& first_norm, const PackedWeight& attention_input,
+                       const PackedWeight& attention_output, const NormArgument& second_norm,
+                       const PackedWeight& gate_up, const PackedWeight& down, Index hidden,
+                       Index input_columns, Index output_depth, Index head_width, Index query_heads,
+                       Index key_heads, Index first_key) {
+             return LayerWeights{norm_of(first_norm),
+                                 attention_input,
+                                 attention_output,
+                                 norm_of(second_norm),
+                                 gate_up,
+                                 down,
+                                 hidden,
+                                 input_columns,
+                                 output_depth,
+                                 head_width,
+                                 query_heads,
+                                 key_heads,
+                                 first_key};
+           }),
+           py::arg("first_norm"), py::arg("attention_input"), py::arg("attention_output"),
+           py::arg("second_norm"), py::arg("gate_up"), py::arg("down"), py::arg("hidden"),
+           py::arg("input_columns"), py::arg("output_depth"), py::arg("head_width"), py::arg("query_heads"),
+           py::arg("key_heads"), py::arg("first_key"));
+  module.def(
+      "layer_input",
+      [](const Runtime& runtime, const LayerWeights& layer, Index rows, bool bf16, std::uintptr_t in,
+         std::uintptr_t cosines, std::uintptr_t sines, std::uintptr_t out) {
+        const py::gil_scoped_release release;
+        layer_input(runtime, layer, {rows, bf16}, pointer(in), pointer(cosines), pointer(sines),
+                    pointer(out));
+      },
+      "Norm, queries, keys and values, rotary positions. Addresses of contiguous rows; nothing is checked.",
+      py::arg("runtime"), py::arg("layer"), py::arg("rows"), py::arg("bf16"), py::arg("input"),
+      py::arg("cosines"), py::arg("sines"), py::arg("out"));
+  module.def(
+      "layer_output",
+      [](const Runtime& runtime, const LayerWeights& layer, Index rows, bool bf16, std::uintptr_t in,
+         std::uintptr_t attention, std::uintptr_t out) {
+        const py::gil_scoped_release release;
+        layer_output(runtime, layer, {rows, bf16}, pointer(in), pointer(attention), pointer(out));
+      },
+      "Output of the attention, norm, gated MLP and both residuals. Addresses of contiguous rows.",
+      py::arg("runtime"), py::arg("layer"), py::arg("rows"), py::arg("bf16"), py::arg("input"),
+      py::arg("attention"), py::arg("out"));
+}
 
 }  // namespace
 
@@ -106,6 +170,7 @@ void bind_fused(py::module_& module) {
       "Rotary positions in the order of halves: the first `width` of the `total` numbers of each head turn.",
       py::arg("runtime"), py::arg("input"), py::arg("out"), py::arg("cosines"), py::arg("sines"),
       py::arg("width"), py::arg("total"), py::arg("tokens"));
+  bind_layer(module);
 }
 
 }  // namespace triton_inflight

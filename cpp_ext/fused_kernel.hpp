@@ -38,11 +38,20 @@ struct RotaryCall {
   Index total;  // of a head
 };
 
+// out = in + sum, of one type; `sum` is float32 and not yet rounded.
+struct AddCall {
+  RowsView in;
+  RowsView sum;
+  RowsView out;
+  Index width;
+};
+
 struct FusedKernel {
   bool left_bf16;  // type of PanelCall::left; else float32
   void (*convert)(const RowsView& in, Index row, Index width, void* to);
   void (*multiply_panel)(const PanelCall& call);
   void (*norm)(const NormCall& call, Index row);
+  void (*add)(const AddCall& call, Index row);
   void (*rotate)(const RotaryCall& call, Index token);
 };
 

@@ -63,6 +63,22 @@ inline void norm_any_row(const NormCall& call, Index row) {
   }
 }
 
+template <typename Number>
+void add_numbers(const AddCall& call, Index row) {
+  const Number* in = static_cast<const Number*>(call.in.data) + row * call.in.stride;
+  const float* sum = static_cast<const float*>(call.sum.data) + row * call.sum.stride;
+  Number* out = static_cast<Number*>(call.out.data) + row * call.out.stride;
+  for (Index i = 0; i < call.width; ++i) out[i] = from_float<Number>(as_float(in[i]) + sum[i]);
+}
+
+inline void add_row(const AddCall& call, Index row) {
+  if (call.in.bf16) {
+    add_numbers<std::uint16_t>(call, row);
+  } else {
+    add_numbers<float>(call, row);
+  }
+}
+
 // Each number of the first half with its partner in the second one: (a, b) -> (a cos - b sin, b cos + a sin)
 // (Su et al., 2021, in the order of halves).
 template <typename Number>

@@ -10,8 +10,8 @@ namespace {
 template <typename Simd, typename Cells>
 FusedKernel fused_table() {
   using Left = typename Cells::Left;
-  return {sizeof(Left) == 2, &convert_row<Left>, &PanelProduct<Simd, Cells>::multiply, &norm_any_row,
-          &rotate_token};
+  return {sizeof(Left) == 2, &convert_row<Left>, &PanelProduct<Simd, Cells>::multiply,
+          &norm_any_row,     &add_row,           &rotate_token};
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from conftest import FAMILIES, generate_all, make_engine, random_prompt, solo, t
 from triton_inflight import _native
 from triton_inflight.conformance import logits_in_pieces
 from triton_inflight.fused import GatedMLP, NativeRMSNorm, PackedLinear, SharedInput, native_rotary
+from triton_inflight.fused_layer import FusedLayer
 from triton_inflight.packed_weight import PackedWeight
 from triton_inflight.packing import Packed, _fast_rotary, pack
 
@@ -213,8 +214,34 @@ def test_in_bfloat16_as_well() -> None:
     served, packed = packed_copy(model)
     assert 0 < packed.difference < 3e-2
     names = {type(module).__name__ for module in served.modules()}
-    assert {"PackedLinear", "SharedLinear", "GatedMLP", "NativeRMSNorm"} <= names
+    assert {"FusedLayer", "PackedLinear", "SharedLinear", "GatedMLP", "NativeRMSNorm"} <= names
     assert not {"Linear", "LlamaMLP", "LlamaRMSNorm"} & names, "all of them are replaced"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_layers_of_known_code_are_one_module(family: str) -> None:
+    served, packed = packed_copy(tiny_model(family))
+    layers = [m for m in served.modules() if isinstance(m, FusedLayer)]
+    assert len(layers) == served.config.num_hidden_layers
+    assert packed.difference < 1e-5
+
+
+def test_layers_of_other_code_are_not() -> None:
+    """Same parts, but Gemma 2 has norms after attention and MLP as well."""
+    served, packed = packed_copy(tiny_model("gemma2"))
+    assert packed.num_modules > 0
+    assert not any(isinstance(m, FusedLayer) for m in served.modules())
+
+
+def test_a_fused_layer_leaves_what_it_does_not_know_to_the_original() -> None:
+    """A batch of two goes the way it always did."""
+    model = tiny_model("llama")
+    served, _ = packed_copy(model)
+    served.set_attn_implementation("sdpa")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        assert torch.allclose(served(input_ids=ids, use_cache=False).logits, expected, atol=1e-5)
 
 
 def test_weights_are_held_once_and_an_embedding_stays_readable() -> None:

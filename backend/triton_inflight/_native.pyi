@@ -114,6 +114,38 @@ def rotate(
     tokens: int,
 ) -> None: ...
 
+class LayerWeights:
+    def __init__(
+        self,
+        first_norm: tuple[int, float],
+        attention_input: PackedWeight,
+        attention_output: PackedWeight,
+        second_norm: tuple[int, float],
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        hidden: int,
+        input_columns: int,
+        output_depth: int,
+        head_width: int,
+        query_heads: int,
+        key_heads: int,
+        first_key: int,
+    ) -> None: ...
+
+def layer_input(
+    runtime: Runtime,
+    layer: LayerWeights,
+    rows: int,
+    bf16: bool,
+    input: int,
+    cosines: int,
+    sines: int,
+    out: int,
+) -> None: ...
+def layer_output(
+    runtime: Runtime, layer: LayerWeights, rows: int, bf16: bool, input: int, attention: int, out: int
+) -> None: ...
+
 class KVStore:
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = False) -> None: ...
     def reserve(

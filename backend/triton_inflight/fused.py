@@ -31,6 +31,7 @@ class PackedLinear(FusedModule):
         dtype: of the output, by default that of the input.
 
     Attributes:
+        packed: the weight.
         weight: tells shape and type; its numbers are in the packed weight alone.
     """
 
@@ -38,11 +39,11 @@ class PackedLinear(FusedModule):
         super().__init__()
         self.in_features, self.out_features = packed.inputs, packed.width
         self.weight = torch.empty(packed.width, packed.inputs, dtype=packed.dtype, device="meta")
-        self._packed = packed
+        self.packed = packed
         self._dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._packed.linear(x, self._dtype)
+        return self.packed.linear(x, self._dtype)
 
 
 class SharedInput:
@@ -73,6 +74,7 @@ class SharedLinear(FusedModule):
     """One of several linear layers over the same input.
 
     Attributes:
+        shared: what it is a part of.
         weight: tells shape and type; its numbers are in the packed weight alone.
     """
 
@@ -83,11 +85,11 @@ class SharedLinear(FusedModule):
         self.weight = torch.empty(
             self.out_features, self.in_features, dtype=shared.packed.dtype, device="meta"
         )
-        self._shared = shared
+        self.shared = shared
         self._part = part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shared.take(self._part, x)
+        return self.shared.take(self._part, x)
 
 
 class GatedMLP(FusedModule):
@@ -100,19 +102,19 @@ class GatedMLP(FusedModule):
 
     def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
         super().__init__()
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self._gate_up.input_rows(x)
-        width = self._down.width
+        rows = self.gate_up.input_rows(x)
+        width = self.down.width
         out = rows.new_empty(rows.shape[0], width)
         _native.gated_mlp(
-            self._gate_up.runtime,
-            self._gate_up.native,
-            self._down.native,
+            self.gate_up.runtime,
+            self.gate_up.native,
+            self.down.native,
             argument(rows),
-            self._gate_up.inputs,
+            self.gate_up.inputs,
             rows.shape[0],
             argument(out),
             width,
@@ -126,6 +128,9 @@ class NativeRMSNorm(FusedModule):
     Args:
         scale: (width,).
         epsilon: above 0.
+
+    Attributes:
+        argument: address of the scale, and epsilon.
     """
 
     def __init__(self, scale: torch.Tensor, epsilon: float) -> None:
@@ -133,6 +138,7 @@ class NativeRMSNorm(FusedModule):
         self._scale = scale.detach().float().contiguous()
         self._address = self._scale.data_ptr()
         self._epsilon = epsilon
+        self.argument = (self._address, epsilon)
         self._runtime = _native.Runtime(_native.chosen_isa(), torch.get_num_threads())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

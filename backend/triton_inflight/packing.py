@@ -7,6 +7,7 @@ replaced only if its stand-in computes the same on random input:
 * three linear layers named q_proj, k_proj and v_proj, by one that computes them together;
 * a module of gate_proj, up_proj, down_proj and SiLU, by one call;
 * an RMSNorm, by one call;
+* a decoder layer whose code is known, by one call before its attention and one after it;
 * ``apply_rotary_pos_emb``, by one call: the module that uses it gets a forward of the same code over other
   globals, so no other model in the process sees it.
 
@@ -36,6 +37,7 @@ from triton_inflight.fused import (
     SharedLinear,
     native_rotary,
 )
+from triton_inflight.fused_layer import FusedLayer, can_be_fused
 from triton_inflight.packed_weight import PackedWeight, supported
 
 log = logging.getLogger(__name__)
@@ -114,8 +116,16 @@ class _Packer:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Larger units first: what they took in is gone when the smaller ones are looked for."""
-        for replace in (self._rotary, self._gated_mlp, self._attention_inputs, self._norm, self._linear):
+        """Larger units first: what they took in is gone when the smaller ones are looked for. Layers come last:
+        they are known by what has been replaced in them."""
+        for replace in (
+            self._rotary,
+            self._gated_mlp,
+            self._attention_inputs,
+            self._norm,
+            self._linear,
+            self._layer,
+        ):
             for parent, name, module in list(_children(self.model)):
                 if not _is_hooked(module):
                     replace(parent, name, module)
@@ -200,6 +210,10 @@ class _Packer:
         stand_in = PackedLinear(packed, torch.float32 if module is self._output else None)
         if self._matches(stand_in(x), module(x), name, module):
             self._replace(parent, name, stand_in, [(packed, [module])])
+
+    def _layer(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+        if can_be_fused(module):
+            self._replace(parent, name, FusedLayer(module), [])
 
     def _rotary(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         del parent, name
