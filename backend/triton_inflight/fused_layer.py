@@ -22,6 +22,8 @@ from triton_inflight.fused import FusedModule, GatedMLP, NativeRMSNorm, PackedLi
 
 Code = tuple[object, ...]
 
+_INTERFACE: Any = ALL_ATTENTION_FUNCTIONS  # whose annotation forbids that there is no default
+
 
 def _code(function: Callable[..., Any]) -> Code:
     """What a function does, apart from what its global names mean."""
@@ -123,9 +125,13 @@ class FusedLayer(FusedModule):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self._attention.config._attn_implementation, None)
-        usable = attend is not None and cache is None and position_embeddings is not None
-        if not usable or not self._takes(hidden_states, *position_embeddings):
+        attend = _INTERFACE.get_interface(self._attention.config._attn_implementation, None)
+        if (
+            attend is None
+            or cache is not None
+            or position_embeddings is None
+            or not self._takes(hidden_states, *position_embeddings)
+        ):
             result: torch.Tensor = self.original(
                 hidden_states,
                 attention_mask=attention_mask,
