@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -93,7 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
+        self.send_header(
+            "Keep-Alive", "timeout=5, max=100"
+        )  # with the blank line, this looks like a last chunk
         self.end_headers()
+        time.sleep(0.05)
         whole = b"".join(EVENTS)
         for start in range(0, len(whole), 7):
             piece = whole[start : start + 7]

