@@ -25,7 +25,7 @@ bound_spinning()  # before torch is imported, as the server does
 import torch  # noqa: E402
 import typer  # noqa: E402
 
-from triton_inflight import _native, engine, fused, loader, native_attention, packed_weight  # noqa: E402
+from triton_inflight import _native, engine, fused, fused_layer, loader, native_attention, packed_weight  # noqa: E402
 from triton_inflight.engine import Engine  # noqa: E402
 from triton_inflight.packing import Packed  # noqa: E402
 from triton_inflight.protocol import GenerationRequest  # noqa: E402
@@ -118,19 +118,20 @@ class Clock:
         for name, part in (("linear", "linear"), ("gated_mlp", "linear"), ("rms_norm", "norm_and_rotary")):
             setattr(native, name, self.timed(part, getattr(_native, name)))
         native.rotate = self.timed("norm_and_rotary", _native.rotate)
-        functional = torch.nn.functional
+        for name in ("layer_input", "layer_output"):  # with the norms and rotary positions of their layer
+            setattr(native, name, self.timed("linear", getattr(_native, name)))
+        functional, pool = torch.nn.functional, native_attention.NativePool
         places: list[tuple[Any, str, Any]] = [
             (fused, "_native", native),
             (packed_weight, "_native", native),
+            (fused_layer, "_native", native),
             (functional, "linear", self.timed("linear", functional.linear)),
-            (native_attention.NativePool, "attend", None),
+            (pool, "attend", self.timed("attention", pool.attend)),
             (engine, "build_batch", self.timed("batch", engine.build_batch)),
             (engine, "sample", self.timed("sampling", engine.sample)),
             (subject._planner, "plan", self.timed("plan", subject._planner.plan)),
             (subject._runner, "run", self.timed("forward", subject._runner.run)),
         ]
-        attend = native_attention.NativePool.attend
-        places[3] = (native_attention.NativePool, "attend", self.timed("attention", attend))
         before = [(where, name, getattr(where, name)) for where, name, _ in places]
         for where, name, value in places:
             setattr(where, name, value)
