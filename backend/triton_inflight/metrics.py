@@ -78,6 +78,9 @@ class Metrics:
         self._members: dict[tuple[str, str | None], Metric] = {}
         self._lock = threading.Lock()
         self._counts: defaultdict[tuple[str, str | None], float] = defaultdict(float)
+        for family in FAMILIES:
+            if family.kind == "counter" and family.label is None:
+                self._counts[family.name, None] = 0.0  # so that it is on the page before it first counts
         self._gauges: dict[tuple[str, str | None], float] = {}
         self._observations: defaultdict[str, deque[float]] = defaultdict(deque)
 

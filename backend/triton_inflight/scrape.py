@@ -35,6 +35,10 @@ class Samples:
         """The sum of the samples of that name whose labels include the given ones; 0 if there are none."""
         return sum(s.value for s in self._matching(name, labels))
 
+    def label_values(self, name: str, label: str) -> list[str]:
+        """The values that a label has on the samples of that name, sorted."""
+        return sorted({s.labels[label] for s in self._matching(name, {}) if label in s.labels})
+
     def histogram(self, name: str, **labels: str) -> dict[float, float]:
         """Counts of a histogram's buckets by upper bound; not cumulative, empty buckets included."""
         cumulative: dict[float, float] = {}
