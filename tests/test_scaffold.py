@@ -240,3 +240,31 @@ def test_the_commands_say_what_they_did_and_end_with_the_right_code(tmp_path: Pa
     code, output = run("check", tmp_path)
     assert code == 1
     assert "parameters.dtype: '[bold]' is not allowed" in output
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config.json": "{"}, ["*.safetensors"]),
+        ({"config.json": "{", "model.safetensors": ""}, ["config.json", "model_type"]),
+        (
+            {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
+            ["no tokenizer", "tokenizer.json"],
+        ),
+    ],
+)
+def test_check_looks_into_the_models_folder(tmp_path: Path, files: dict[str, str], words: list[str]) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    init_model(tmp_path / "models", "m", str(folder))
+    (report,) = check_repository(tmp_path / "models")
+    assert [word for word in words if word not in "\n".join(report.errors)] == []
+
+
+def test_check_sees_that_a_file_is_no_gguf(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_text("nothing")
+    init_model(tmp_path / "models", "m", str(tmp_path / "x.gguf"))
+    (report,) = check_repository(tmp_path / "models")
+    assert "is no GGUF file" in "\n".join(report.errors)

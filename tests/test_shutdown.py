@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_a_stop_ends_streams_first_and_leaves_nothing(repository: Path) -> None:
         events = list(iter(stream.read_event, None))
     assert events[-1]["finish_reason"] == "length", "the stream was not cut"
     assert remains.all_is_gone()
+
+
+def test_a_stop_ends_what_would_outlast_the_exit_timeout_with_what_it_has(repository: Path) -> None:
+    """Without the notice to the models, Triton cuts such clients off, and crashes."""
+    server = TritonServer(repository, options=["--exit-timeout-secs=14"])
+    with server:
+        stream = Disconnecting(server, "tiny", "x", max_tokens=8000, max_time=600, return_finish_reason=True)
+        stream.read_event()
+        with ThreadPoolExecutor(1) as pool:
+            code = pool.submit(server.stop)
+            *_, last = iter(stream.read_event, None)
+            stream.leave()
+            assert code.result() == 0
+    assert last["finish_reason"] == "cancelled"
 
 
 PARENT = """

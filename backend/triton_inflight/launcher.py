@@ -19,11 +19,12 @@ from types import TracebackType
 
 import psutil
 
-from triton_inflight import supervisor
+from triton_inflight import stopping, supervisor
 from triton_inflight.server_log import failure_reason, last_message, lost_a_port
 from triton_inflight.server_options import SERVICES, choose_ports, read_options
 from triton_inflight.triton_home import LaunchError, assemble_backends, find_triton, server_environment
 
+_DRAIN_SHARE = 0.5  # of the exit timeout: then sequences are ended, and models have the rest of it to unload
 _GRACE_SECONDS = 5  # past the exit timeout, before the server is killed
 _ATTEMPTS_AT_FREE_PORTS = 3
 
@@ -162,7 +163,7 @@ class TritonServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment,
+                env={**self._environment, stopping.VARIABLE: str(self._stop_file)},
                 start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which then stops the others
             )
         assert self._supervisor.stdout is not None
@@ -266,6 +267,10 @@ class TritonServer:
         return "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
 
     @property
+    def _stop_file(self) -> Path:
+        return self.runtime_directory / "stopping"
+
+    @property
     def _seconds_to_stop(self) -> int:
         return self._known_options.exit_timeout_seconds + _GRACE_SECONDS
 
@@ -275,6 +280,8 @@ class TritonServer:
             sys.executable, "-I", "-S", supervisor.__file__,
             f"--parent-pid={os.getpid()}",
             f"--grace-seconds={self._seconds_to_stop}",
+            f"--stop-file={self._stop_file}",
+            f"--drain-seconds={_DRAIN_SHARE * self._known_options.exit_timeout_seconds}",
             f"--shm-prefix={self.shm_prefix}",
             f"--runtime-directory={self.runtime_directory}",
             "--",

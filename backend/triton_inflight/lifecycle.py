@@ -24,10 +24,17 @@ from triton_inflight.outputs import Tensor
 from triton_inflight.pending import Pending, best_of
 from triton_inflight.protocol import GenerationRequest, output_tensors, parse_request
 from triton_inflight.settings import Settings
+from triton_inflight.stopping import StopNotice
 from triton_inflight.watcher import ResponseSender, Watcher
 
 log = logging.getLogger(__name__)
 
+# What a client is told whose sequence is ended from outside before its first token.
+_NOTHING_TO_SEND = {
+    "timeout": "the time allowed is over before the first token: the smaller of max_time in seconds and timeout in "
+    "microseconds; allow more, or leave them out",
+    "cancelled": "the server is stopping; try again when it is back",
+}
 _FIRST_OWN_ID = 2**63  # engine IDs of sequences whose correlation ID is a string
 
 
@@ -115,6 +122,7 @@ class Lifecycle:
         self._collided: set[int] = set()  # IDs with two requests, whose older one Triton still has to bring
         self._gone: set[int] = set()  # IDs the watcher found cancelled
         self._lock = threading.Lock()  # a trip, or the watcher between two trips
+        self._stop = StopNotice()
         self._watcher = Watcher(settings.cancellation_check_period_ms / 1000, self._reap, self._report)
         self._report()
         self._watcher.start()
@@ -297,11 +305,12 @@ class Lifecycle:
             self._gone.discard(sequence_id)
             self._cancel(sequence_id, trip)
         now = time.monotonic()
+        stopping = self._stop.end is not None and now >= self._stop.end
         for sequence_id, visit in trip.items():
             if visit.open and not self._settings.decoupled and visit.carrier.is_cancelled():
                 self._cancel(sequence_id, trip)  # there is no sender for the watcher to ask
-            elif visit.open and now >= visit.client.deadline:
-                self._deliver(trip, self._engine.finish(sequence_id, "timeout"))
+            elif visit.open and (stopping or now >= visit.client.deadline):
+                self._deliver(trip, self._engine.finish(sequence_id, "cancelled" if stopping else "timeout"))
         return [sequence_id for sequence_id, visit in trip.items() if visit.open]
 
     def _cancel(self, sequence_id: int, trip: Trip) -> None:
@@ -346,11 +355,9 @@ class Lifecycle:
         elif update.error is not None:
             self._forget(sequence_id, "failed")
             self._refuse(visit, RequestError(f"sequence {sequence_id}: {update.error}", "INTERNAL"))
-        elif update.finish_reason == "timeout" and visit.client.num_output_tokens == 0:
-            self._forget(sequence_id, "timeout")
-            self._refuse(
-                visit, RequestError("no token within the time allowed (max_time, timeout)", "UNAVAILABLE")
-            )
+        elif update.finish_reason in _NOTHING_TO_SEND and visit.client.num_output_tokens == 0:
+            self._forget(sequence_id, update.finish_reason)
+            self._refuse(visit, RequestError(_NOTHING_TO_SEND[update.finish_reason], "UNAVAILABLE"))
         else:
             self._forget(sequence_id, str(update.finish_reason))
             self._answer(visit)
@@ -434,7 +441,8 @@ class Lifecycle:
             self._going_on({})
 
     def _report(self) -> None:
-        """Bring the metrics endpoint up to date."""
+        """Bring the metrics endpoint up to date, and see whether the server is about to stop."""
+        self._stop.look()
         with self._lock:
             self._books.level(self._engine)
         self._metrics.flush()

@@ -55,8 +55,8 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
         trust_remote_code=settings.trust_remote_code,
         base=base,
     )
-    max_seq_len = _max_seq_len(settings, model.config)
     conformance = probe(model, settings.tokens_per_block)
+    max_seq_len = _max_seq_len(settings, model.config)
     packed = pack(model, lambda: logits_in_pieces(model, settings.tokens_per_block))
     return_freed_memory()
     # A single block of every pool tells what a token takes, padding included.

@@ -145,7 +145,10 @@ def _sections() -> Iterator[str]:
         ((_names(f.names), _neutral(f.neutral), f.why) for f in FOREIGN),
     )
     ignored = ", ".join(f"`{name}`" for name in IGNORED_PARAMETERS)
-    yield f"Ignored, because Triton or its clients add them: {ignored}, and what `ignored_parameters` lists.\n"
+    yield (
+        f"Ignored, because Triton or its clients add them: {ignored}, and what `ignored_parameters` lists. "
+        "(A `timeout`, in microseconds, still bounds the time as `max_time` does.)\n"
+    )
     yield "## Outputs\n"
     yield "`text_output` is in every response; the others only where they are asked for.\n"
     yield _table(

@@ -133,7 +133,7 @@ def _reference_errors(settings: Settings, folder: Path) -> Iterator[str]:
     from triton_inflight import weights
 
     try:
-        weights.resolve(settings.model, folder)
+        weights.look_inside(weights.resolve(settings.model, folder))
     except ModelError as error:
         yield f"parameters.model: {error}"
 
@@ -337,8 +337,9 @@ def init(
     console = Console(highlight=False)
     try:
         path = init_model(repository, name, model, dtype, max_batch_size, force, compat)
-    except SettingsError as error:
-        console.print(f"[red]error[/]  {escape(str(error))}", soft_wrap=True)
+    except (SettingsError, OSError) as error:
+        text = f"cannot write there: {error}" if isinstance(error, OSError) else str(error)
+        console.print(f"[red]error[/]  {escape(text)}", soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(f"[green]wrote[/]  {escape(str(path))}", soft_wrap=True)
     console.print(f"[dim]next[/]   triton-inflight check {escape(str(repository))}", soft_wrap=True)

