@@ -132,6 +132,6 @@ def test_output_stops_at_the_end_of_the_context() -> None:
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     engine = _engine_of_64_tokens()
-    with pytest.raises(RequestError, match=r"the prompt is 64 tokens long.*at most 63"):
+    with pytest.raises(RequestError, match=r"text_input is 64 tokens long.*at most 63"):
         engine.add(1, GenerationRequest("x" * 64, 10))
     assert len(engine) == 0

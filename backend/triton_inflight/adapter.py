@@ -84,7 +84,7 @@ class TritonPythonModel:
             Nothing; of a model with ``decoupled: false`` each request's response, None where it goes on.
         """
         carriers = [_Carrier(request, self._settings) for request in requests]
-        self._lifecycle.trip(carriers)
+        self._lifecycle.trip([carrier for carrier in carriers if carrier.is_readable()])
         return None if self._settings.decoupled else [carrier.sender.response for carrier in carriers]
 
     def finalize(self) -> None:
@@ -102,9 +102,25 @@ class _Carrier:
         in_sequences = settings.scheduler in ("iterative", "sequence")
         self.starts = not in_sequences or bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         self.ends = in_sequences and bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
-        self.correlation_id: int | str = request.correlation_id()
-        self.identity: tuple[str, str] = (request.request_id(), request.parameters())
         self.sender = request.get_response_sender() if settings.decoupled else _UnarySender()
+        self.correlation_id: int | str = 0
+        self.identity = ("", "")
+
+    def is_readable(self) -> bool:
+        """Take in the text that Triton hands over unchecked; refuse a request whose text cannot be decoded."""
+        try:
+            self.correlation_id = self._request.correlation_id()
+            self.identity = (self._request.request_id(), self._request.parameters())
+        except UnicodeDecodeError as error:
+            around = error.object[max(0, error.start - 60) : error.start + 20]
+            self.refuse(
+                RequestError(
+                    "a request parameter, the request's ID or its sequence ID is not valid UTF-8: byte "
+                    f"{error.object[error.start]:#04x} in {around!r}; send UTF-8"
+                )
+            )
+            return False
+        return True
 
     def is_padding(self) -> bool:
         if self._ready_control is None:

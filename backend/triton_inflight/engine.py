@@ -119,12 +119,13 @@ class Engine:
                 or there are more choices than may run at a time.
         """
         assert sequence_id not in self._live, sequence_id
-        tokens = prompt_tokens(request, self._tokenizer, self._runner.vocabulary_size)
-        if len(tokens) >= self.max_seq_len:
-            raise RequestError(
-                f"the prompt is {len(tokens)} tokens long; this model takes at most {self.max_seq_len - 1}, so that "
-                f"prompt and output fit into {self.max_seq_len} tokens: {self._limit_remedy}"
-            )
+        tokens = prompt_tokens(
+            request,
+            self._tokenizer,
+            self._runner.vocabulary_size,
+            max_tokens=self.max_seq_len - 1,
+            remedy=f"prompt and output have to fit into {self.max_seq_len} tokens; {self._limit_remedy}",
+        )
         if request.best_of > self._planner.max_running_sequences:
             raise RequestError(
                 f"n or best_of is {request.best_of}; at most {self._planner.max_running_sequences} choices can run at "

@@ -10,24 +10,43 @@ from transformers import PreTrainedTokenizerBase
 from triton_inflight.errors import RequestError
 from triton_inflight.protocol import GenerationRequest
 from triton_inflight.sampling_params import SamplingParams
-from triton_inflight.text import encode
+from triton_inflight.text import encode, longest_token
 
 
 def prompt_tokens(
-    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
+    request: GenerationRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary_size: int,
+    max_tokens: int,
+    remedy: str,
 ) -> list[int]:
     """Token ids of a request's prompt.
 
+    Args:
+        max_tokens: most of them.
+        remedy: what sets ``max_tokens``, for the error.
+
     Raises:
-        RequestError: it encodes to nothing, the model has no chat template for its messages, or an id is not in
-            the model's vocabulary.
+        RequestError: there are none or too many of them, the model has no chat template for its messages, or an id
+            is not in the model's vocabulary.
     """
     if request.input_ids:
         field, tokens = "input_ids", list(request.input_ids)
-    elif request.messages:
-        field, tokens = "messages", encode(tokenizer, _templated(request, tokenizer), "messages")
     else:
-        field, tokens = "text_input", encode(tokenizer, request.text_input)
+        field = "messages" if request.messages else "text_input"
+        text = _templated(request, tokenizer) if request.messages else request.text_input
+        # A megabyte takes most of a second to encode, in which everybody waits.
+        longest = longest_token(tokenizer)
+        if len(text) > max_tokens * longest:
+            raise RequestError(
+                f"{field} is {len(text)} characters long; this model takes at most {max_tokens} tokens, of up to "
+                f"{longest} characters: {remedy}"
+            )
+        tokens = encode(tokenizer, text, field)
+    if len(tokens) > max_tokens:
+        raise RequestError(
+            f"{field} is {len(tokens)} tokens long; this model takes at most {max_tokens}: {remedy}"
+        )
     _check_ids(field, tokens, vocabulary_size)
     return tokens
 

@@ -53,6 +53,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, field: str = "text_inp
     return ids
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token: no token stands for more of a text than that."""
+    return _vocabulary_of(tokenizer).longest
+
+
 class Detokenizer:
     """The text of one sequence, token by token.
 
@@ -206,6 +211,7 @@ class _Vocabulary:
             and tokenizer.decode([token_id], skip_special_tokens=False) != ""
         )
         vocabulary = tokenizer.get_vocab()
+        self.longest = max(map(len, vocabulary), default=1)
         self._known = frozenset(token_id for token, token_id in vocabulary.items() if token)
         self.byte_values: dict[int, int] = {}
         letter = vocabulary.get(_byte_token(ord("A")))
