@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
 from triton_inflight.outputs import Tensor
 from triton_inflight.settings import Settings, auto_complete
+from triton_inflight.slots import RECLAIMING, Slots
 from triton_inflight.threads import bound_spinning
 
 if TYPE_CHECKING:
@@ -75,7 +77,9 @@ class TritonPythonModel:
             common["instance"] = args["model_instance_name"]
         engine, defaults = load_engine(self._settings, directory)
         metrics = Metrics(_MetricMaker(common))
-        self._lifecycle = make_lifecycle(self._settings, engine, defaults, metrics)
+        self._slots = Slots(_StartSender(args["model_name"], int(args["model_version"])))
+        self._holds_back = self._settings.scheduler == "iterative" and self._settings.decoupled
+        self._lifecycle = make_lifecycle(self._settings, engine, defaults, metrics, self._slots.reclaim)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One trip.
@@ -83,19 +87,27 @@ class TritonPythonModel:
         Returns:
             Nothing; of a model with ``decoupled: false`` each request's response, None where it goes on.
         """
-        carriers = [_Carrier(request, self._settings) for request in requests]
-        self._lifecycle.trip([carrier for carrier in carriers if carrier.is_readable()])
+        self._slots.trip_begins()
+        slots = self._slots if self._holds_back else None
+        carriers = [_Carrier(request, self._settings, slots) for request in requests]
+        self._lifecycle.trip([c for c in carriers if c.is_readable() and not c.is_reclaiming()])
+        self._slots.trip_ended(len(carriers), next_is_near=any(carrier.goes_on for carrier in carriers))
         return None if self._settings.decoupled else [carrier.sender.response for carrier in carriers]
 
     def finalize(self) -> None:
         """Unload."""
         self._lifecycle.close()
+        self._slots.close()
 
 
 class _Carrier:
-    """A request on one trip; see ``lifecycle.Carrier``."""
+    """A request on one trip; see ``lifecycle.Carrier``.
 
-    def __init__(self, request: Any, settings: Settings) -> None:
+    Args:
+        slots: what sends final responses later; None sends them at once.
+    """
+
+    def __init__(self, request: Any, settings: Settings, slots: Slots | None) -> None:
         self._request = request
         self._ready_control = settings.ready_control
         flags = request.flags()
@@ -105,6 +117,8 @@ class _Carrier:
         self.sender = request.get_response_sender() if settings.decoupled else _UnarySender()
         self.correlation_id: int | str = 0
         self.identity = ("", "")
+        self.goes_on = False
+        self._slots = None if self.ends else slots  # with END, Triton gives the slot back in any case
 
     def is_readable(self) -> bool:
         """Take in the text that Triton hands over unchecked; refuse a request whose text cannot be decoded."""
@@ -120,6 +134,14 @@ class _Carrier:
                 )
             )
             return False
+        return True
+
+    def is_reclaiming(self) -> bool:
+        """Whether it is of our own, to get a slot back; then it is answered at once."""
+        if self.identity[0] != RECLAIMING:
+            return False
+        self._slots = None
+        self.refuse(RequestError("the slot was given back"))
         return True
 
     def is_padding(self) -> bool:
@@ -145,14 +167,24 @@ class _Carrier:
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, value) for name, value in tensors.items()]
         )
-        self.sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+        if final:
+            self._send_final(response)
+        else:
+            self.sender.send(response, 0)
 
     def refuse(self, error: RequestError) -> None:
         triton_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
-        response = pb_utils.InferenceResponse(error=triton_error)
-        self.sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._send_final(pb_utils.InferenceResponse(error=triton_error))
+
+    def _send_final(self, response: Any) -> None:
+        final = functools.partial(self.sender.send, response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if self._slots is None:
+            final()
+        else:
+            self._slots.hold_back(self.correlation_id, self.sender, final)
 
     def reschedule(self) -> None:
+        self.goes_on = True
         self._request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
 
@@ -168,6 +200,28 @@ class _UnarySender:
     def is_cancelled(self) -> bool:
         """Unknown between trips: only the request itself can be asked, and only in a trip."""
         return False
+
+
+class _StartSender:
+    """Sends a model a request of our own; see ``slots.Slots``."""
+
+    def __init__(self, model_name: str, model_version: int) -> None:
+        self._name = model_name
+        self._version = model_version
+
+    def __call__(self, correlation_id: int | str) -> None:
+        request = pb_utils.InferenceRequest(
+            model_name=self._name,
+            model_version=self._version,
+            request_id=RECLAIMING,
+            inputs=[pb_utils.Tensor("text_input", np.array([[b""]], dtype=np.object_))],
+            requested_output_names=["text_output"],
+            correlation_id=correlation_id,
+            flags=pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+            timeout=1_000_000,  # microseconds in Triton's backlog: what has to wait there holds no slot
+        )
+        for response in request.exec(decoupled=True):
+            log.debug("sequence %s, after its end: %s", correlation_id, response.error())
 
 
 class _MetricMaker:

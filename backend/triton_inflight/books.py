@@ -20,6 +20,7 @@ class Client:
 
     Attributes:
         request: what it asked for.
+        correlation_id: Triton's ID of its sequence.
         identity: what tells its request from another one with the same sequence ID.
         num_input_tokens: tokens of its prompt.
         started, first_token, last_token: seconds of the monotonic clock; None and 0 before the first token.
@@ -30,6 +31,7 @@ class Client:
     """
 
     request: GenerationRequest
+    correlation_id: int | str
     identity: tuple[str, str]
     num_input_tokens: int
     started: float

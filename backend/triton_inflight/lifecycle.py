@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,11 +105,18 @@ class Lifecycle:
         engine: what steps the sequences.
         defaults: what requests get where they say nothing.
         metrics: where to note what happens.
+        reclaim: told the correlation ID of a sequence that Triton has dropped between two trips.
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, defaults: Mapping[str, Any], metrics: Metrics
+        self,
+        settings: Settings,
+        engine: Engine,
+        defaults: Mapping[str, Any],
+        metrics: Metrics,
+        reclaim: Callable[[int | str], None] = lambda _: None,
     ) -> None:
+        self._reclaim = reclaim
         self._settings = settings
         self._engine = engine
         self._defaults = defaults
@@ -213,7 +220,14 @@ class Lifecycle:
         now = time.monotonic()
         num_input_tokens = self._engine.add(sequence_id, request)
         allowed = _time_allowed(request, parameters, carrier.timeout_microseconds())
-        client = Client(request, carrier.identity, num_input_tokens, started=now, deadline=now + allowed)
+        client = Client(
+            request,
+            carrier.correlation_id,
+            carrier.identity,
+            num_input_tokens,
+            started=now,
+            deadline=now + allowed,
+        )
         self._clients[sequence_id] = client
         self._books.started(client)
 
@@ -316,6 +330,8 @@ class Lifecycle:
     def _cancel(self, sequence_id: int, trip: Trip) -> None:
         """Its client is gone: free what it holds. The request is not answered, so it goes back to Triton."""
         if sequence_id in self._clients:
+            if sequence_id not in trip:
+                self._reclaim(self._clients[sequence_id].correlation_id)
             self._forget(sequence_id, "cancelled")
         if sequence_id in trip:
             trip[sequence_id].open = False

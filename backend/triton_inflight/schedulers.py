@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triton_inflight.engine import Engine
@@ -166,11 +166,16 @@ class Decoupled(_WithoutSequences):
 
 
 def make_lifecycle(
-    settings: Settings, engine: Engine, defaults: Mapping[str, Any], metrics: Metrics
+    settings: Settings,
+    engine: Engine,
+    defaults: Mapping[str, Any],
+    metrics: Metrics,
+    reclaim: Callable[[int | str], None],
 ) -> Lifecycle:
-    """The lifecycle of the scheduler that the settings name."""
+    """The lifecycle of the scheduler that the settings name; see ``Lifecycle``."""
+    if settings.scheduler == "iterative":
+        return Lifecycle(settings, engine, defaults, metrics, reclaim)
     kinds: dict[str, type[Lifecycle]] = {
-        "iterative": Lifecycle,
         "sequence": ClientDriven,
         "dynamic": Dynamic,
         "decoupled": Decoupled,
