@@ -76,6 +76,14 @@ def serve(
         Path | None,
         typer.Option(help="Where server and models log to. Default: a temporary file, kept after a failure."),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Start the server anew when it ends by itself or the process of a model dies. Default: exit with "
+            "the reason.",
+        ),
+    ] = False,
     options: Annotated[
         list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Further options of tritonserver.")
     ] = None,
@@ -113,19 +121,24 @@ def serve(
         options=options,
         log_path=log_file,
     )
-    _serve(server)
+    _serve(server, restart)
 
 
-def _serve(server: TritonServer) -> None:
+def _serve(server: TritonServer, restart: bool) -> None:
     # SIGTERM and a closed terminal end the server as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        server.start()
-        server.wait_ready(timeout=None, progress=True)
-        _announce(server)
-        server.wait()
-        raise server.failure()
+        while True:
+            server.start()
+            server.wait_ready(timeout=None, progress=True)
+            _announce(server)
+            error = server.watch()
+            if not restart:
+                raise error
+            _errors.print(f"[yellow]restarting[/]  {escape(str(error))}")
+            server.keep_ports()
+            server.stop()
     except KeyboardInterrupt:
         _errors.print("stopping; Ctrl-C again does not wait for requests in flight")
     finally:

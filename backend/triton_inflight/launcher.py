@@ -22,11 +22,13 @@ import psutil
 from triton_inflight import stopping, supervisor
 from triton_inflight.server_log import failure_reason, last_message, lost_a_port
 from triton_inflight.server_options import SERVICES, choose_ports, read_options
+from triton_inflight.stub_watch import StubWatch
 from triton_inflight.triton_home import LaunchError, assemble_backends, find_triton, server_environment
 
 _DRAIN_SHARE = 0.5  # of the exit timeout: then sequences are ended, and models have the rest of it to unload
 _GRACE_SECONDS = 5  # past the exit timeout, before the server is killed
 _ATTEMPTS_AT_FREE_PORTS = 3
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class TritonServer:
@@ -77,6 +79,7 @@ class TritonServer:
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"{self._name}.log"))
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._server: psutil.Process | None = None
+        self._stubs: StubWatch | None = None
         self._known_options = read_options(self._options)
         for repository in self._repositories:
             if not repository.is_dir():
@@ -195,6 +198,9 @@ class TritonServer:
                 for attempt in range(1, _ATTEMPTS_AT_FREE_PORTS + 1):
                     while self.is_running():
                         if self._is_ready():
+                            assert self._server is not None
+                            self._stubs = StubWatch(self._server)
+                            self._stubs.look(self.ready_models())
                             return
                         if deadline is not None and time.monotonic() > deadline:
                             raise LaunchError(
@@ -222,6 +228,29 @@ class TritonServer:
     def is_running(self) -> bool:
         """Whether the server's process is there."""
         return self._supervisor is not None and self._supervisor.poll() is None
+
+    def watch(self) -> LaunchError:
+        """Wait until the server ends by itself, or the Python process of one of its models does; what to raise then.
+
+        The server may still run then: it goes on with its other models, if it has any.
+        """
+        assert self._stubs is not None, "the server was not waited for"
+        while not self.wait(_SECONDS_BETWEEN_LOOKS):
+            try:
+                dead = self._stubs.look(self.ready_models())
+            except OSError:  # it does not answer: it is about to end, or busy
+                continue
+            if dead:
+                self._keep_log = True
+                return LaunchError(
+                    f"the Python process of {', '.join(map(repr, dead))} has died, killed by a signal or for want of "
+                    f"memory; Triton does not start another; {self._reason()}"
+                )
+        return self.failure()
+
+    def keep_ports(self) -> None:
+        """When it is started again, take the ports that it had."""
+        self._wanted_ports = list(self._ports)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the server to end by itself, at most ``timeout`` seconds; whether it has."""
