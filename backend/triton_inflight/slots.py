@@ -74,7 +74,9 @@ class Slots:
         """Send what is left, and end the thread."""
         self._closing = True
         self._work.set()
-        self._thread.join(_SECONDS_TO_RECLAIM)  # a request of ours may be on its way to a model that takes no more
+        self._thread.join(
+            _SECONDS_TO_RECLAIM
+        )  # a request of ours may be on its way to a model that takes no more
         self._send_finals()
 
     def _run(self) -> None:
