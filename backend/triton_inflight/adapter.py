@@ -134,6 +134,10 @@ class _Carrier:
                 )
             )
             return False
+        if self.correlation_id == 0 and not self.starts:
+            # Triton's model_warmup passes by its batcher: without START or an ID, and it is not brought back.
+            self.starts = self.ends = True
+            self._slots = None
         return True
 
     def is_reclaiming(self) -> bool:
