@@ -9,6 +9,7 @@ import pytest
 
 from idle import assert_slots_usable, endless_model, expected_text
 from serving import add_model, generate, generate_stream, save_model
+from test_launcher import wait_until
 from triton_inflight.launcher import TritonServer
 
 pytestmark = pytest.mark.server
@@ -66,8 +67,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, model) -> Iterator[TritonSe
 
 def test_warm_up_runs_whole_generations_before_the_model_is_ready(server: TritonServer) -> None:
     """Triton's warm-up requests pass by its batcher: they have neither START nor an ID, and come once."""
+    warmed = re.compile(r"sequence \d+: 10 tokens in, 24 out")
+    wait_until(lambda: len(warmed.findall(server.log_path.read_text())) == 2, "both requests are in the log")
     log = server.log_path.read_text()
-    assert len(re.findall(r"sequence \d+: 10 tokens in, 24 out", log)) == 2
     assert log.index("24 out") < log.index("Started HTTPService")
     assert_slots_usable(server, "tiny", SLOTS)
 
