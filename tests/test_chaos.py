@@ -85,7 +85,9 @@ def test_chaos(tmp_path: Path, model, prompts: list[Prompt], seconds: int) -> No
             tmp_path / "models", name, folder,
             slots=SLOTS, dtype="float32", batch_scheduler_policy=policy, enable_kv_cache_reuse="true", **STORE,
         )  # fmt: skip
-    server = TritonServer(tmp_path / "models", log_path=tmp_path / "server.log")
+    server = TritonServer(
+        tmp_path / "models", log_path=tmp_path / "server.log", options=["--exit-timeout-secs=60"]
+    )
     with server:
         until = time.monotonic() + seconds
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -102,6 +104,7 @@ def test_chaos(tmp_path: Path, model, prompts: list[Prompt], seconds: int) -> No
         assert samples.value("inflight_sequences_total", outcome="cancelled") > 0
         assert samples.value("inflight_sequences_total", outcome="timeout") > 0
         assert samples.value("inflight_sequences_total", outcome="failed") == 0
+        time.sleep(1)  # Triton 2.51 may crash when it is stopped just as streaming clients leave
         assert server.stop() == 0, (
             "the models unloaded, and nothing was left for Triton's exit timeout to end"
         )
