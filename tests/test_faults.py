@@ -178,7 +178,8 @@ def test_a_step_that_runs_out_of_memory_is_run_in_smaller_parts(server: TritonSe
         text += event["text_output"]
     neighbour.leave()
     assert text == expected_text(model, "a neighbour", 600)
-    assert len(re.findall("out of memory in a step", server.log_path.read_text())) >= 4
+    # One was alone; of the others at least the first came beside the neighbour.
+    assert len(re.findall("out of memory in a step", server.log_path.read_text())) >= 2
     assert_at_rest(server, "faulty")
 
 

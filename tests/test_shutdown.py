@@ -17,14 +17,17 @@ from triton_inflight.launcher import TritonServer
 
 pytestmark = pytest.mark.server
 
+MORE_THAN_ENDS = 65_536
+"""More tokens than the fastest machine generates before these tests are over."""
+
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model("llama", max_position_embeddings=8192, tie_word_embeddings=False)
+    model = tiny_model("llama", max_position_embeddings=MORE_THAN_ENDS, tie_word_embeddings=False)
     model.lm_head.weight.data[-1] = 0  # the end-of-sequence token is never the most likely
     folder = save_model(tmp_path_factory.mktemp("weights"), model)
     repository = tmp_path_factory.mktemp("models")
-    add_model(repository, "tiny", folder, dtype="float32", max_tokens_in_paged_kv_cache=16384)
+    add_model(repository, "tiny", folder, dtype="float32", max_tokens_in_paged_kv_cache=MORE_THAN_ENDS)
     return repository
 
 
@@ -44,7 +47,7 @@ def test_a_stop_ends_what_would_outlast_the_exit_timeout_with_what_it_has(reposi
     """Without the notice to the models, Triton cuts such clients off, and crashes."""
     server = TritonServer(repository, options=["--exit-timeout-secs=14"])
     with server:
-        stream = Disconnecting(server, "tiny", "x", max_tokens=8000, max_time=600, return_finish_reason=True)
+        stream = Disconnecting(server, "tiny", "x", max_tokens=MORE_THAN_ENDS - 8, max_time=600, return_finish_reason=True)
         stream.read_event()
         with ThreadPoolExecutor(1) as pool:
             code = pool.submit(server.stop)
@@ -72,7 +75,7 @@ def test_a_killed_parent_leaves_no_stub_that_generates(repository: Path, tmp_pat
     assert parent.stdout is not None
     http_url, arguments = json.loads(parent.stdout.readline())
     remains = Remains(*arguments)
-    stream = Disconnecting(http_url, "tiny", "x", max_tokens=8000)
+    stream = Disconnecting(http_url, "tiny", "x", max_tokens=MORE_THAN_ENDS - 8)
     stream.read_event()
     parent.kill()
     parent.wait()
