@@ -23,3 +23,7 @@ class RequestError(InflightError):
     def __init__(self, message: str, code: str = "INVALID_ARG") -> None:
         super().__init__(message)
         self.code = code
+
+
+class TraceError(InflightError):
+    """A file is not a trace of this backend; the message says where and why."""
