@@ -64,6 +64,7 @@ class TritonPythonModel:
         from triton_inflight.loader import load_engine
         from triton_inflight.metrics import Metrics
         from triton_inflight.schedulers import make_lifecycle
+        from triton_inflight.trace import open_tracer
 
         directory = Path(args["model_repository"])
         self._settings, warnings = Settings.from_model_config(json.loads(args["model_config"]), directory)
@@ -76,6 +77,9 @@ class TritonPythonModel:
         if self._settings.instances.count > 1:
             common["instance"] = args["model_instance_name"]
         engine, defaults = load_engine(self._settings, directory)
+        engine.tracer = open_tracer(
+            self._settings, engine.store, args["model_instance_name"], args["model_version"]
+        )
         metrics = Metrics(_MetricMaker(common))
         self._slots = Slots(_StartSender(args["model_name"], int(args["model_version"])))
         self._holds_back = self._settings.scheduler == "iterative" and self._settings.decoupled

@@ -28,6 +28,7 @@ from triton_inflight.sampling_state import SamplingState
 from triton_inflight.sequence import Sequence
 from triton_inflight.stops import StopStrings
 from triton_inflight.text import Detokenizer
+from triton_inflight.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,12 @@ class Engine:
         max_seq_len: most tokens of a sequence, prompt and output.
         limit_remedy: what sets ``max_seq_len``, for the error of a prompt that is too long.
         log_plans: log every step's plan.
+
+    Attributes:
+        tracer: where to note every step, if anywhere.
     """
+
+    tracer: Tracer | None = None
 
     def __init__(
         self,
@@ -156,8 +162,10 @@ class Engine:
 
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence and give its blocks back; unknown IDs are no error."""
-        self._live.pop(sequence_id, None)
+        was_live = self._live.pop(sequence_id, None) is not None
         self.store.free(sequence_id)
+        if was_live and self.tracer is not None:
+            self.tracer.dropped(sequence_id, len(self._live))
 
     def finish(self, sequence_id: int, reason: str) -> list[Update]:
         """End a live sequence early, for a reason of the caller's; what was held back is in the updates."""
@@ -170,10 +178,13 @@ class Engine:
 
         A sequence that got no tokens in the plan has no update and waits for a later step.
         """
+        began = time.perf_counter()
         offered = [s for sequence_id in sequence_ids for s in self._live[sequence_id].sequences]
         plan = self._planner.plan(offered, [s for live in self._live.values() for s in live.sequences])
         if self._log_plans:
             log.info("plan: %s", plan.explain(offered))
+        if self.tracer is not None:
+            self.tracer.step_begins(began, plan, len(self._live))
         if not plan.runs:
             return Step([], num_preempted=len(plan.preempted))
         decodes = sum(run.sequence.num_output > 0 and run.sequence.num_pending == 1 for run in plan.runs)
@@ -183,6 +194,8 @@ class Engine:
         except Exception as error:
             log.exception("a step failed; its %d sequences end with an error", len(plan.runs))
             updates = [self._fail(i, error) for i in {run.sequence.sequence_id for run in plan.runs}]
+        if self.tracer is not None:
+            self.tracer.step_ends(updates, len(self._live))
         return Step(
             updates,
             num_sequences=len(plan.runs),

@@ -129,6 +129,7 @@ class Lifecycle:
         self._collided: set[int] = set()  # IDs with two requests, whose older one Triton still has to bring
         self._gone: set[int] = set()  # IDs the watcher found cancelled
         self._lock = threading.Lock()  # a trip, or the watcher between two trips
+        self._level_wanted = True  # by the watcher, once a period
         self._stop = StopNotice()
         self._watcher = Watcher(settings.cancellation_check_period_ms / 1000, self._reap, self._report)
         self._report()
@@ -150,11 +151,19 @@ class Lifecycle:
             for visit in trip.values():
                 if not visit.answered:
                     self._give_back(visit.carrier)
-            self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
+            self._trip_ends(started, forward_seconds)
 
     def close(self) -> None:
-        """No thread and no response sender stays behind."""
+        """No thread, no response sender and no open file stays behind."""
         self._watcher.stop()
+        if self._engine.tracer is not None:
+            self._engine.tracer.close()
+
+    def _trip_ends(self, started: float, forward_seconds: float) -> None:
+        """Note down a trip that began then and had forward passes of so many seconds."""
+        self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
+        if self._engine.tracer is not None:
+            self._engine.tracer.trip_ends(started)
 
     # -- the requests of a trip ---------------------------------------------------------------------------
 
@@ -313,8 +322,15 @@ class Lifecycle:
         full = len(trip) >= self._settings.max_batch_size
         return full or time.monotonic() - started < self._settings.max_trip_ms / 1000
 
+    def _level(self) -> None:
+        """Note down how full the engine is, if that is wanted; with the lock held."""
+        if self._level_wanted:
+            self._level_wanted = False
+            self._books.level(self._engine)
+
     def _going_on(self, trip: Trip) -> list[int]:
         """The sequences to step next, once those are ended whose client is gone or whose time is up."""
+        self._level()
         for sequence_id in list(self._gone):
             self._gone.discard(sequence_id)
             self._cancel(sequence_id, trip)
@@ -451,17 +467,29 @@ class Lifecycle:
             self._string_ids = {text: own for text, own in self._string_ids.items() if own != sequence_id}
 
     def _reap(self, cancelled: list[int]) -> None:
-        """The watcher found clients gone: free what their sequences hold, now or within the trip that runs."""
+        """The watcher found clients gone: free what their sequences hold, now or within the trip that runs.
+
+        It never waits for a trip, which may be long, since it has others to watch; it will find them again.
+        """
         self._gone.update(cancelled)
-        with self._lock:
-            self._going_on({})
+        if self._lock.acquire(blocking=False):
+            try:
+                self._going_on({})
+            finally:
+                self._lock.release()
 
     def _report(self) -> None:
         """Bring the metrics endpoint up to date, and see whether the server is about to stop."""
         self._stop.look()
-        with self._lock:
-            self._books.level(self._engine)
+        self._level_wanted = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._level()
+            finally:
+                self._lock.release()
         self._metrics.flush()
+        if self._engine.tracer is not None:
+            self._engine.tracer.flush()
 
 
 def _internal(error: Exception) -> RequestError:

@@ -71,18 +71,29 @@ def seconds(highest: int) -> Kind:
     return Kind(f"a number of seconds above 0, up to {highest}", "600", parse)
 
 
-def byte_size() -> Kind:
-    """A number of bytes, or of a binary unit."""
+def byte_size(lowest: int = 1, example: str = "2GiB") -> Kind:
+    """A number of bytes, or of a binary unit; at least ``lowest`` bytes."""
 
     def parse(text: str) -> int:
         match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?(|KiB|MiB|GiB|TiB)", text)
         if match is None:
             raise ValueError(text)
         size = int(Decimal(match[1]) * _UNITS[match[2]])
-        _require(size >= 1)
+        _require(size >= lowest)
         return size
 
-    return Kind("a number of bytes, or of KiB, MiB, GiB or TiB such as 512MiB", "2GiB", parse)
+    bound = f", at least {lowest} bytes" if lowest > 1 else ""
+    return Kind(f"a number of bytes, or of KiB, MiB, GiB or TiB such as 512MiB{bound}", example, parse)
+
+
+def folder() -> Kind:
+    """A folder, which need not exist yet."""
+
+    def parse(text: str) -> str:
+        _require(text and "\0" not in text)
+        return text
+
+    return Kind("a folder, absolute or relative to this one; it is made if need be", "/tmp/traces", parse)
 
 
 def text() -> Kind:

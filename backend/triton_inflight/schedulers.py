@@ -159,7 +159,7 @@ class Decoupled(_WithoutSequences):
                 del trip[sequence_id]
                 if not visit.answered:
                     self._give_back(visit.carrier)
-        self._metrics.observe("inflight_loop_seconds", time.perf_counter() - started - forward_seconds)
+        self._trip_ends(started, forward_seconds)
 
     def _one_more(self, trip: Trip, steps: int, started: float) -> bool:  # noqa: ARG002
         return False  # look for newcomers between any two steps

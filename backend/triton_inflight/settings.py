@@ -18,6 +18,7 @@ from triton_inflight.errors import RequestError, SettingsError
 from triton_inflight.fields import FIELDS, Field, did_you_mean, find_field
 from triton_inflight.outputs import OUTPUTS
 from triton_inflight.parameter_kinds import LARGEST, Kind
+from triton_inflight.trace_file import SMALLEST_BOUND as TRACE_SMALLEST_BOUND
 from triton_inflight.triton_config import (
     Config,
     Findings,
@@ -92,6 +93,8 @@ class Settings:
     max_trip_ms: int = 20
     max_tokens_in_one_trip: int = 256
     log_plans: bool = False
+    trace_directory: str | None = None
+    trace_max_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         conflicts = _conflicts(self)
@@ -326,6 +329,18 @@ PARAMETERS: tuple[Parameter, ...] = (
         "log_plans",
         kinds.boolean(),
         "Log every step's plan: who runs how many tokens, who waits, who gave way.",
+    ),
+    Parameter(
+        "trace_directory",
+        kinds.folder(),
+        "Write every step to a trace file in this folder, for Perfetto and for pictures.",
+        unset="nothing is traced",
+    ),
+    Parameter(
+        "trace_max_bytes",
+        kinds.byte_size(TRACE_SMALLEST_BOUND, "64MiB"),
+        "Bytes after which a trace file begins anew; the one before is kept.",
+        unset="64MiB",
     ),
 )
 

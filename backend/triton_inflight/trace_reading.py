@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from triton_inflight.errors import TraceError
+from triton_inflight.trace_events import FIRST_ROW_TRACK, STEPS_TRACK
 
 Kind = Literal["prefill", "decode"]
 
@@ -116,4 +121,112 @@ def read_trace(path: Path) -> Trace:
         TraceError: the file is not a trace of this backend.
         OSError: the file cannot be read.
     """
-    raise NotImplementedError
+    reading = _Reading(path)
+    for event in _events(path):
+        reading.take(event)
+    return reading.trace()
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file, up to the bracket that closes it, or to where a crash cut it off."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        text = line.strip().rstrip(",")
+        if text == "]":
+            return
+        if text in ("", "["):
+            continue
+        try:
+            event = json.loads(text)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise TraceError(f"{path}, line {number}: is no trace event: {text!r:.80}") from error
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}, line {number}: is no trace event: {text!r:.80}")
+        yield event
+
+
+class _Reading:
+    """A trace in the making."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._head: dict[str, Any] = {}
+        self._rows: list[RowRun] = []  # of the step that comes next
+        self._steps: list[TracedStep] = []
+        self._holds: dict[tuple[int, float], Hold] = {}
+        self._open: dict[int, Hold] = {}
+        self._blocks: list[tuple[float, int]] = []
+
+    def take(self, event: dict[str, Any]) -> None:
+        try:
+            self._take(event)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{self._path}: is not a trace of this backend: {event!r:.200}") from error
+
+    def trace(self) -> Trace:
+        """What was taken.
+
+        Raises:
+            TraceError: the event that says whose trace it is was not among it.
+        """
+        if not self._head:
+            raise TraceError(f"{self._path}: is not a trace of this backend: it names no model")
+        head = self._head
+        return Trace(
+            head["model"],
+            head["scheduler"],
+            head["num_rows"],
+            head["blocks_total"],
+            head["unix_offset_seconds"],
+            tuple(self._steps),
+            tuple(self._holds.values()),
+            tuple(self._blocks),
+        )
+
+    def _take(self, event: dict[str, Any]) -> None:
+        phase, track, args = event["ph"], event["tid"], event.get("args", {})
+        if phase == "M":
+            if "model" in args:
+                self._head = args
+            return
+        seconds = event["ts"] / 1e6
+        if phase == "X" and track >= FIRST_ROW_TRACK:
+            key = _key(args["sequence"])
+            row = track - FIRST_ROW_TRACK
+            self._rows.append(RowRun(row, *key, args["tokens"], event["name"], args["blocks"]))
+        elif phase == "X" and track == STEPS_TRACK:
+            self._step(seconds, event["dur"] / 1e6, args)
+        elif phase == "B":
+            self._enters(Hold(track - FIRST_ROW_TRACK, *_key(args["sequence"]), seconds, None))
+        elif phase == "E":
+            hold = replace(self._open.pop(track - FIRST_ROW_TRACK), end_seconds=seconds)
+            self._holds[hold.row, hold.start_seconds] = hold
+        elif phase == "C" and event["name"] == "blocks":
+            self._blocks.append((seconds, args["used"]))
+
+    def _step(self, seconds: float, duration: float, args: dict[str, Any]) -> None:
+        rows, self._rows = tuple(sorted(self._rows, key=lambda run: run.row)), []
+        step = TracedStep(
+            args["step"],
+            args["trip"],
+            seconds,
+            duration,
+            rows,
+            args["waiting"],
+            tuple(_key(text) for text in args["preempted"]),
+            tuple(_key(text) for text in args["finished"]),
+            args["blocks"],
+            self._head["blocks_total"],
+        )
+        self._steps.append(step)
+
+    def _enters(self, hold: Hold) -> None:
+        self._open[hold.row] = hold
+        self._holds[hold.row, hold.start_seconds] = hold
+
+
+def _key(text: str) -> tuple[int, int]:
+    sequence_id, _, choice = text.partition(".")
+    return int(sequence_id), int(choice or 0)
