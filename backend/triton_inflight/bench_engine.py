@@ -39,7 +39,7 @@ def run_in_process(
             engine.add(number, request)
         live = dict.fromkeys(range(len(requests)))
         while live:
-            updates = _step(engine, list(live)[: settings.max_batch_size])
+            updates = progressing_step(engine, list(live)[: settings.max_batch_size])
             now = time.perf_counter() - start
             for update in updates:
                 if update.tokens:
@@ -51,7 +51,12 @@ def run_in_process(
     return Round([0.0] * len(requests), arrivals, tokens, client_cpu=cpu, parts=parts)
 
 
-def _step(engine: Engine, sequence_ids: list[int]) -> list[Update]:
+def progressing_step(engine: Engine, sequence_ids: list[int]) -> list[Update]:
+    """One step of these sequences.
+
+    Raises:
+        InflightError: one of them failed, or none can run.
+    """
     step = engine.step(sequence_ids)
     if not step.num_sequences:
         raise InflightError(
