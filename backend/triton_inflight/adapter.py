@@ -59,13 +59,6 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"model '{args['model_name']}': {error}") from error
 
     def _load(self, args: dict[str, str]) -> None:
-        # The heavy modules (torch, transformers) are imported here, and not for completing the config.
-        bound_spinning()
-        from triton_inflight.loader import load_engine
-        from triton_inflight.metrics import Metrics
-        from triton_inflight.schedulers import make_lifecycle
-        from triton_inflight.trace import open_tracer
-
         directory = Path(args["model_repository"])
         self._settings, warnings = Settings.from_model_config(json.loads(args["model_config"]), directory)
         for warning in warnings:
@@ -76,6 +69,13 @@ class TritonPythonModel:
         common = {"model": args["model_name"], "version": args["model_version"]}
         if self._settings.instances.count > 1:
             common["instance"] = args["model_instance_name"]
+        # The heavy modules (torch, transformers): neither completing the config nor refusing it waits for them.
+        bound_spinning()
+        from triton_inflight.loader import load_engine
+        from triton_inflight.metrics import Metrics
+        from triton_inflight.schedulers import make_lifecycle
+        from triton_inflight.trace import open_tracer
+
         engine, defaults = load_engine(self._settings, directory)
         engine.tracer = open_tracer(
             self._settings, engine.store, args["model_instance_name"], args["model_version"]
@@ -97,6 +97,10 @@ class TritonPythonModel:
         self._lifecycle.trip([c for c in carriers if c.is_readable() and not c.is_reclaiming()])
         self._slots.trip_ended(len(carriers), next_is_near=any(carrier.goes_on for carrier in carriers))
         return None if self._settings.decoupled else [carrier.sender.response for carrier in carriers]
+
+    def is_ready(self) -> bool:
+        """Whether to send requests here: what ``v2/models/NAME/ready`` asks, on servers later than March 2026."""
+        return self._lifecycle.is_ready()
 
     def finalize(self) -> None:
         """Unload."""

@@ -153,6 +153,10 @@ class Lifecycle:
                     self._give_back(visit.carrier)
             self._trip_ends(started, forward_seconds)
 
+    def is_ready(self) -> bool:
+        """Whether new requests are welcome: no stop is announced, and the watcher lives. Never waits for a step."""
+        return self._stop.end is None and self._watcher.is_alive()
+
     def close(self) -> None:
         """No thread, no response sender and no open file stays behind."""
         self._watcher.stop()

@@ -44,6 +44,10 @@ class Watcher:
         """Start looking."""
         self._thread.start()
 
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Stop, and drop every sender; returns when the thread has ended."""
         self._stopping.set()
