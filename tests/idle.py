@@ -42,7 +42,8 @@ def assert_slots_usable(server: TritonServer, name: str, slots: int, max_tokens:
     """As many new sequences as there are slots run in one step; a slot that leaked makes that impossible."""
 
     def full_steps() -> float:
-        return scrape(server.metrics_url).histogram("inflight_step_sequences", model=name)[slots]
+        histogram = scrape(server.metrics_url).histogram("inflight_step_sequences", model=name)
+        return histogram.get(slots, 0.0)  # absent before the first step
 
     assert_at_rest(server, name)
     before = full_steps()

@@ -196,6 +196,12 @@ def test_load_and_unload_again_and_again(tmp_path: Path, model, count: int) -> N
             for _ in range(count):
                 assert generate(server, "tiny", "round", max_tokens=10)["text_output"] == expected
                 gone = stub_of(server, "tiny")
+                for _ in range(
+                    3
+                ):  # whatever still refers to a request of theirs would keep the model from unloading
+                    leaves = Disconnecting(server, "tiny", "leaves", max_tokens=3000)
+                    leaves.read_event()
+                    leaves.leave()
                 client.unload_model("tiny")
                 wait_until(lambda process=gone: not process.is_running(), "the stub has ended")
                 assert generate(server, "tiny", "round")["status"] >= 400
