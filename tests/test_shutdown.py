@@ -47,7 +47,9 @@ def test_a_stop_ends_what_would_outlast_the_exit_timeout_with_what_it_has(reposi
     """Without the notice to the models, Triton cuts such clients off, and crashes."""
     server = TritonServer(repository, options=["--exit-timeout-secs=14"])
     with server:
-        stream = Disconnecting(server, "tiny", "x", max_tokens=MORE_THAN_ENDS - 8, max_time=600, return_finish_reason=True)
+        stream = Disconnecting(
+            server, "tiny", "x", max_tokens=MORE_THAN_ENDS - 8, max_time=600, return_finish_reason=True
+        )
         stream.read_event()
         with ThreadPoolExecutor(1) as pool:
             code = pool.submit(server.stop)
