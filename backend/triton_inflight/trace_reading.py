@@ -113,6 +113,17 @@ class Trace:
     holds: tuple[Hold, ...]
     blocks_used: tuple[tuple[float, int], ...]
 
+    def busy_share(self, begin_seconds: float | None = None, end_seconds: float | None = None) -> float:
+        """Share of the rows' time in which something ran, between two moments (else the first step and the last)."""
+        if not self.steps:
+            return 0.0
+        begin = self.steps[0].start_seconds if begin_seconds is None else begin_seconds
+        end = self.steps[-1].end_seconds if end_seconds is None else end_seconds
+        ran = 0.0
+        for step in self.steps:
+            ran += len(step.rows) * max(0.0, min(step.end_seconds, end) - max(step.start_seconds, begin))
+        return ran / (self.num_rows * (end - begin))
+
 
 def read_trace(path: Path) -> Trace:
     """Read a trace, also one whose server is running or has crashed.
