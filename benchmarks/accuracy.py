@@ -30,6 +30,7 @@ from rich.markup import escape  # noqa: E402
 from triton_inflight import weights  # noqa: E402
 from triton_inflight.bench import as_json, progress_bar, report_console  # noqa: E402
 from triton_inflight.bench_machine import describe_machine, in_words  # noqa: E402
+from triton_inflight.bench_options import JsonFile, ModelName  # noqa: E402
 from triton_inflight.bench_served import copy_model  # noqa: E402
 from triton_inflight.errors import InflightError  # noqa: E402
 from triton_inflight.settings import Settings  # noqa: E402
@@ -63,7 +64,7 @@ def main(
     model_repository: Annotated[
         Path, typer.Option(help="The repository that has the model.", show_default="this project's")
     ] = _REPOSITORY,
-    model: Annotated[str, typer.Option(help="The model's name in it.")] = "smollm2",
+    model: ModelName = "smollm2",
     set_parameters: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,9 +85,7 @@ def main(
         typer.Option("--transformers/--no-transformers", help="Score with transformers' own model, too."),
     ] = True,
     seed: Annotated[int, typer.Option(help="Of where the pieces are cut.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few short windows and answers: does it run at all?")
     ] = False,

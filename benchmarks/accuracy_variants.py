@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args, get_type_hints
 
-from triton_inflight.errors import SettingsError
+from triton_inflight.bench_options import key_and_value
 from triton_inflight.settings import Settings
 
 Changes = dict[str, str]
@@ -30,9 +30,7 @@ def variants_of(entries: Sequence[str]) -> Iterator[Changes]:
     """
     values: dict[str, list[str]] = {}
     for entry in entries:
-        key, equals, value = entry.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"--set {entry!r} is not KEY=VALUE, such as quantization=int8")
+        key, value = key_and_value(entry)
         values.setdefault(key, []).append(value)
     dtypes = values.pop("dtype", list(_DTYPES))
     if not entries:

@@ -26,8 +26,17 @@ from rich.markup import escape
 from triton_inflight import weights
 from triton_inflight.bench import as_json, progress_bar, report_console
 from triton_inflight.bench_machine import describe_machine, in_words
+from triton_inflight.bench_options import (
+    InputTokens,
+    JsonFile,
+    PromptSeed,
+    QuickRound,
+    Rounds,
+    SetParameters,
+    key_and_value,
+)
 from triton_inflight.bench_report import figures_table, ratio_table
-from triton_inflight.bench_rounds import Figures, ratio, spreads
+from triton_inflight.bench_rounds import Figures, ratio_rows, result_row
 from triton_inflight.bench_work import Workload, ordinary_tokens
 from triton_inflight.errors import InflightError
 from triton_inflight.gguf_cache import cache_directory, converted_folder
@@ -65,22 +74,13 @@ def main(
             min=1, help="Sent at once; repeatable. Default: 1, 8, 16, 32 for engines, 16, 32 for servers."
         ),
     ] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    input_tokens: InputTokens = 64,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds measured, after one to warm up.")] = 5,
-    set_parameters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="In place of a parameter of our config.pbtxt; repeatable."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 round of few sequences and tokens: does it run at all?")
-    ] = False,
+    rounds: Rounds = 5,
+    set_parameters: SetParameters = None,
+    seed: PromptSeed = 0,
+    json_file: JsonFile = None,
+    quick: QuickRound = False,
 ) -> None:
     """Measure the peers beside ours on this machine; leave it alone while it runs."""
     peers_dir = peers_dir or cache_directory() / "peers"
@@ -93,6 +93,7 @@ def main(
             min(input_tokens, 16),
             min(output_tokens, 8),
         )
+    changes = dict(map(key_and_value, set_parameters or []))
     names = ["ours", *(peer or ["vllm", "llama.cpp", "transformers"])]
     reference = weights.DEFAULT_REFERENCE
     gguf = Path(weights.resolve(reference).location)
@@ -114,7 +115,7 @@ def main(
             comparison = Comparison(
                 repository=_REPOSITORY,
                 model="smollm2",
-                changes=set_parameters or [],
+                changes=changes,
                 gguf=gguf,
                 folder=converted_folder(gguf),
                 peers=peers_dir,
@@ -179,14 +180,7 @@ def _compare(
                         entry.rounds.append(figures)
                 progress.advance(task)
             for entry in entries:
-                results.append(
-                    {
-                        "sequences": workload.sequences,
-                        "path": entry.contender.name,
-                        "figures": spreads(entry.rounds),
-                        "rounds": entry.rounds,
-                    }
-                )
+                results.append(result_row(workload, entry.contender.name, entry.rounds))
             ratios += _ratios(workload, entries)
     about = {contender.name: contender.about for contender in contenders}
     return {"results": results, "ratios": ratios, "contenders": about}
@@ -198,16 +192,10 @@ def _ratios(workload: Workload, entries: Sequence[_Entry]) -> list[dict[str, Any
     if our is None:
         return []
     return [
-        {
-            "sequences": workload.sequences,
-            "of": "ours",
-            "to": entry.contender.name,
-            "figure": figure,
-            "ratio": spread,
-        }
+        row
         for entry in entries
-        for figure in _RATIOS
-        if entry is not our and (spread := ratio(our.rounds, entry.rounds, figure)) is not None
+        if entry is not our
+        for row in ratio_rows(workload, ("ours", our.rounds), (entry.contender.name, entry.rounds), _RATIOS)
     ]
 
 

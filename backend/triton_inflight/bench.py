@@ -18,6 +18,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from triton_inflight.bench_machine import describe_machine, in_words
+from triton_inflight.bench_options import (
+    InputTokens,
+    JsonFile,
+    ModelName,
+    ModelRepository,
+    PromptSeed,
+    QuickRound,
+    Rounds,
+    SetParameters,
+    key_and_value,
+)
 from triton_inflight.bench_report import (
     PATHS,
     STEP_PARTS,
@@ -26,9 +37,8 @@ from triton_inflight.bench_report import (
     parts_table,
     ratio_table,
 )
-from triton_inflight.bench_rounds import Figures, Round, ratio, spreads
+from triton_inflight.bench_rounds import Figures, Round, ratio_rows, result_row
 from triton_inflight.bench_work import Workload, ordinary_tokens
-from triton_inflight.errors import SettingsError
 from triton_inflight.threads import bound_spinning
 
 if TYPE_CHECKING:
@@ -52,10 +62,8 @@ class _Path:
 
 
 def bench(
-    model_repository: Annotated[Path, typer.Option(help="The repository that has the model.")] = Path(
-        "model_repository"
-    ),
-    model: Annotated[str, typer.Option(help="The model's name in it.")] = "smollm2",
+    model_repository: ModelRepository = Path("model_repository"),
+    model: ModelName = "smollm2",
     in_process: Annotated[
         bool, typer.Option("--in-process", help="The engine alone. Default: this and --served.")
     ] = False,
@@ -66,27 +74,18 @@ def bench(
         list[int] | None,
         typer.Option(min=1, help="Sequences sent at once; repeatable. Default: 1, 8, 16, 32."),
     ] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    input_tokens: InputTokens = 64,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds measured, after one to warm up.")] = 5,
+    rounds: Rounds = 5,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Responses as tokens come, or one a sequence.")
     ] = True,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens in a response.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="In place of the one in config.pbtxt.")] = None,
-    set_parameters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="In place of a parameter of config.pbtxt; repeatable."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 round of few sequences and tokens: does it run at all?")
-    ] = False,
+    set_parameters: SetParameters = None,
+    seed: PromptSeed = 0,
+    json_file: JsonFile = None,
+    quick: QuickRound = False,
 ) -> None:
     """Measure a model: tokens per second, latencies, CPU time, and served against in process.
 
@@ -101,7 +100,7 @@ def bench(
 
     [cyan]triton-inflight bench --sequences 32 --stream-interval 4 --set max_steps_per_execute=8 --json out.json[/]
     """
-    changes = dict(_key_and_value(entry) for entry in set_parameters or [])
+    changes = dict(map(key_and_value, set_parameters or []))
     if dtype is not None:
         changes["dtype"] = dtype
     if quick:
@@ -149,13 +148,6 @@ def as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)
-
-
-def _key_and_value(entry: str) -> tuple[str, str]:
-    key, equals, value = entry.partition("=")
-    if not equals or not key:
-        raise SettingsError(f"--set {entry!r} is not KEY=VALUE, such as max_steps_per_execute=8")
-    return key, value
 
 
 @dataclass
@@ -216,8 +208,7 @@ def _measure(
                         path.rounds.append(measured.figures(workload))
                 progress.advance(task)
             for path in paths:
-                result = {"sequences": workload.sequences, "path": path.name}
-                results.append({**result, "figures": spreads(path.rounds), "rounds": path.rounds})
+                results.append(result_row(workload, path.name, path.rounds))
             ratios += _ratios(workload, paths)
     return results, ratios
 
@@ -228,16 +219,12 @@ def _ratios(workload: Workload, paths: Sequence[_Path]) -> list[dict[str, Any]]:
     if in_process is None:
         return []
     return [
-        {
-            "sequences": workload.sequences,
-            "of": path.name,
-            "to": in_process.name,
-            "figure": figure,
-            "ratio": spread,
-        }
+        row
         for path in paths
-        for figure in _RATIOS
-        if path is not in_process and (spread := ratio(path.rounds, in_process.rounds, figure)) is not None
+        if path is not in_process
+        for row in ratio_rows(
+            workload, (path.name, path.rounds), (in_process.name, in_process.rounds), _RATIOS
+        )
     ]
 
 

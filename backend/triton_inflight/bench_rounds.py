@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from triton_inflight.bench_work import Workload
 
@@ -116,6 +117,31 @@ def ratio(ours: Sequence[Figures], theirs: Sequence[Figures], name: str) -> Spre
             return None
         quotients.append(numerator / denominator)
     return Spread.of(quotients)
+
+
+def result_row(workload: Workload, name: str, rounds: Sequence[Figures]) -> dict[str, Any]:
+    """What one path or contender gave at one number of sequences, as reports and tables hold it."""
+    return {"sequences": workload.sequences, "path": name, "figures": spreads(rounds), "rounds": rounds}
+
+
+def ratio_rows(
+    workload: Workload,
+    over: tuple[str, Sequence[Figures]],
+    under: tuple[str, Sequence[Figures]],
+    figures: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Ratios of two paths or contenders, each given as its name and its rounds; without what one cannot tell."""
+    return [
+        {
+            "sequences": workload.sequences,
+            "of": over[0],
+            "to": under[0],
+            "figure": figure,
+            "ratio": spread,
+        }
+        for figure in figures
+        if (spread := ratio(over[1], under[1], figure)) is not None
+    ]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -17,6 +17,7 @@ bound_spinning()  # before torch comes in
 import torch  # noqa: E402
 
 from triton_inflight.bench_engine import run_in_process  # noqa: E402
+from triton_inflight.bench_options import key_and_value  # noqa: E402
 from triton_inflight.bench_served import copy_model  # noqa: E402
 from triton_inflight.bench_work import Workload  # noqa: E402
 from triton_inflight.loader import load_engine  # noqa: E402
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
-    changes = dict(entry.split("=", 1) for entry in arguments.set)
+    changes = dict(map(key_and_value, arguments.set))
     with tempfile.TemporaryDirectory() as directory:
         settings = copy_model(arguments.model_repository, arguments.model, changes, Path(directory))
         loaded = load_engine(settings)

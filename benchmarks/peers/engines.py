@@ -37,7 +37,7 @@ class Comparison:
 
     repository: Path
     model: str
-    changes: Sequence[str]
+    changes: Mapping[str, str]
     gguf: Path
     folder: Path
     peers: Path
@@ -145,7 +145,7 @@ def ours(comparison: Comparison) -> Contender:
     """Our engine, with what config.pbtxt says."""
     command = [sys.executable, str(HERE / "engine_ours.py"), "--model-repository", str(comparison.repository)]
     command += ["--model", comparison.model]
-    command += [word for change in comparison.changes for word in ("--set", change)]
+    command += [f"--set={key}={value}" for key, value in comparison.changes.items()]
     return ChildEngine("ours", command, comparison.logs / "ours.log", {})
 
 

@@ -35,8 +35,7 @@ class OurServer:
     def __init__(self, comparison: Comparison) -> None:
         self._stack = ExitStack()
         directory = Path(self._stack.enter_context(TemporaryDirectory(prefix="triton-inflight-compare-")))
-        changes = dict(change.split("=", 1) for change in comparison.changes)
-        settings = copy_model(comparison.repository, comparison.model, changes, directory)
+        settings = copy_model(comparison.repository, comparison.model, comparison.changes, directory)
         self._served = self._stack.enter_context(ServedModel(directory, comparison.model))
         self.about = {"dtype": settings.dtype}
         pause(self._served.pid)
