@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from conftest import byte_tokenizer, tiny_model
 from test_launcher import alive, wait_until
 from triton_inflight.cli import app
+from triton_inflight.config_text import config_text
 from triton_inflight.installer import install, uninstall
-from triton_inflight.scaffold import config_text
 from triton_inflight.server_options import choose_ports
 from triton_inflight.supervisor import SHARED_MEMORY
 from triton_inflight.triton_home import ENTRY, LaunchError, find_triton, server_environment

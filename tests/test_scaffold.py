@@ -9,12 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from triton_inflight.config_text import SCHEDULERS, config_text
 from triton_inflight.errors import SettingsError
 from triton_inflight.scaffold import (
     ModelReport,
     check,
     check_repository,
-    config_text,
     init,
     init_model,
     read_config,
@@ -53,9 +53,39 @@ def edit(folder: Path, old: str, new: str) -> None:
 
 
 def test_the_shipped_models_are_what_init_writes() -> None:
-    assert SHIPPED.read_text() == config_text(MODEL)
-    compatible = ROOT / "model_repository" / "smollm2_compat" / "config.pbtxt"
-    assert compatible.read_text() == config_text(MODEL, compat=True)
+    texts = {
+        "smollm2": config_text(MODEL),
+        "smollm2_compat": config_text(MODEL, compat=True),
+        "smollm2_dynamic": config_text(MODEL, scheduler="dynamic"),
+        "smollm2_sequence": config_text(MODEL, scheduler="sequence"),
+        "smollm2_decoupled": config_text(MODEL, scheduler="decoupled"),
+    }
+    shipped = {path.parent.name: path.read_text() for path in ROOT.glob("model_repository/*/config.pbtxt")}
+    assert shipped == texts
+    assert all((ROOT / "model_repository" / name / "1").is_dir() for name in texts)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_each_scheduler_is_written_with_the_same_slots_and_passes_the_check(
+    tmp_path: Path, scheduler: str, compat: bool
+) -> None:
+    options = ["--scheduler", scheduler, "--max-batch-size", 4, *(["--compat"] if compat else [])]
+    code, _ = run("init", tmp_path, "--name", "m", "--model", MODEL, *options)
+    assert code == 0
+    report = report_on(tmp_path / "m")
+    assert report.errors == []
+    assert len(report.warnings) == (compat and scheduler != "decoupled"), "tensors that split batches"
+    assert report.settings is not None
+    assert (report.settings.scheduler, report.settings.max_running_sequences) == (scheduler, 4)
+
+
+def test_a_scheduler_that_does_not_exist_is_an_error_that_names_those_that_do(tmp_path: Path) -> None:
+    code, output = run("init", tmp_path, "--name", "m", "--model", MODEL, "--scheduler", "direct")
+    assert code == 1
+    assert "--scheduler 'direct' is not allowed" in output
+    assert [scheduler for scheduler in SCHEDULERS if scheduler not in output] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compat_declares_what_other_clients_send_and_requires_the_prompt_alone(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from triton_inflight.errors import SettingsError
+from triton_inflight.fields import COMPATIBLE_INPUTS
 from triton_inflight.outputs import OUTPUTS
 from triton_inflight.settings import PARAMETERS, Settings, auto_complete, completed, examine
-from triton_inflight.triton_config import Instances, compatible_inputs
+from triton_inflight.triton_config import Instances, optional_inputs
 
 # What tritonserver 2.51 passed to a model for model_repository/smollm2, auto-completed.
 SHIPPED = json.loads((Path(__file__).parent / "data" / "smollm2_model_config.json").read_text())
@@ -432,15 +433,28 @@ def test_optional_inputs_are_allowed_with_a_warning_about_batches() -> None:
 
 
 def test_many_optional_inputs_are_one_short_warning() -> None:
-    (message,) = warnings_of({"input": [*SHIPPED["input"], *compatible_inputs()]})
+    (message,) = warnings_of({"input": [*SHIPPED["input"], *optional_inputs(COMPATIBLE_INPUTS)]})
     assert message.startswith("input stream, streaming, max_tokens, and ")
     assert len(message) < 300
+
+
+def test_without_a_batcher_optional_inputs_and_lists_cost_nothing() -> None:
+    inputs = [
+        {key: value for key, value in tensor.items() if key != "allow_ragged_batch"}
+        for tensor in optional_inputs(COMPATIBLE_INPUTS)
+    ]
+    changes = {"sequence_batching": None, "max_batch_size": 0, "input": [*SHIPPED["input"], *inputs]}
+    assert warnings_of(changes) == []
+
+
+def test_without_a_batcher_some_sequences_run_at_a_time() -> None:
+    assert Settings("m", scheduler="decoupled", max_batch_size=0).max_running_sequences == 32
 
 
 def test_every_compatible_input_is_one_that_the_protocol_knows_and_none_splits_batches_by_its_length() -> (
     None
 ):
-    declared = compatible_inputs()
+    declared = optional_inputs(COMPATIBLE_INPUTS)
     assert len({tensor["name"] for tensor in declared}) == len(declared) > 40
     assert all(tensor["optional"] for tensor in declared)
     assert all(tensor.get("allow_ragged_batch") for tensor in declared if -1 in tensor["dims"])

@@ -95,7 +95,7 @@ def serve(
 
     Examples:
 
-    [cyan]triton-inflight serve[/]  all of ./model_repository on ports 8000, 8001 and 8002
+    [cyan]triton-inflight serve --model smollm2[/]  of ./model_repository, on ports 8000, 8001 and 8002
 
     [cyan]triton-inflight serve --model-repository models --model smollm2 --http-port 9000[/]
 

@@ -574,6 +574,18 @@ COMPATIBLE_INPUTS: tuple[str, ...] = (
     "image",
 )
 
+# The optional inputs that Triton's vLLM backend declares, but for images.
+VLLM_INPUTS: tuple[str, ...] = (
+    "stream",
+    "sampling_parameters",
+    "exclude_input_in_output",
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+
 _BY_NAME = {name: field for field in FIELDS for name in field.names}
 _FOREIGN_BY_NAME = {name: foreign for foreign in FOREIGN for name in foreign.names}
 

@@ -133,7 +133,7 @@ def _num_blocks(settings: Settings, bytes_per_token: int, device: torch.device, 
     elif settings.kv_cache_bytes is not None:
         num_blocks = settings.kv_cache_bytes // block_bytes
     else:
-        most = -(-max_seq_len // settings.tokens_per_block) * settings.max_batch_size
+        most = -(-max_seq_len // settings.tokens_per_block) * settings.max_running_sequences
         num_blocks = min(most, _free_memory(device) // 2 // block_bytes)
     if num_blocks < 1:
         raise ModelError(

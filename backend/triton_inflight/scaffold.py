@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from tritonclient.grpc import model_config_pb2
 
+from triton_inflight.config_text import BACKEND, config_text
 from triton_inflight.errors import ModelError, SettingsError
-from triton_inflight.settings import PARAMETERS, Settings, completed, examine, parameter_text
-from triton_inflight.triton_config import SUGGESTED_IDLE, compatible_inputs
+from triton_inflight.settings import Settings, completed, examine
 
-BACKEND = "inflight"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SHOWN_PARAMETERS = ("model", "dtype", "max_tokens_in_paged_kv_cache", "tokens_per_block", "max_num_tokens")
-_CACHE_TOKENS_PER_SEQUENCE = 1024
 
 
 @dataclass
@@ -170,35 +166,6 @@ def _plain_value(descriptor: FieldDescriptor, value: Any) -> Any:
 # -- init ---------------------------------------------------------------------------------------------------
 
 
-def config_text(model: str, dtype: str = "bfloat16", max_batch_size: int = 32, compat: bool = False) -> str:
-    """A commented config.pbtxt.
-
-    Args:
-        compat: declare the input tensors of clients of Triton's vLLM and TensorRT-LLM backends.
-
-    Raises:
-        SettingsError: a value is not allowed.
-    """
-    values = {
-        "model": model,
-        "dtype": dtype,
-        "max_tokens_in_paged_kv_cache": str(_CACHE_TOKENS_PER_SEQUENCE * max_batch_size),
-        "tokens_per_block": "32",
-        "max_num_tokens": str(max(512, max_batch_size)),
-    }
-    text = _TEMPLATE.format(
-        backend=BACKEND,
-        max_batch_size=max_batch_size,
-        idle=SUGGESTED_IDLE,
-        hours=SUGGESTED_IDLE // 3_600_000_000,
-        inputs=_compatible_inputs_text() if compat else _PROMPT_ONLY,
-        parameters="\n".join(_commented_parameter(name, values[name]) for name in _SHOWN_PARAMETERS),
-    )
-    config = _as_dict(text_format.Parse(text, model_config_pb2.ModelConfig()))
-    Settings.from_model_config(completed(config))
-    return text
-
-
 def init_model(
     repository: Path,
     name: str,
@@ -207,8 +174,9 @@ def init_model(
     max_batch_size: int = 32,
     force: bool = False,
     compat: bool = False,
+    scheduler: str = "iterative",
 ) -> Path:
-    """Write NAME/config.pbtxt and NAME/1/ into a model repository, which is made if needed.
+    """Write NAME/config.pbtxt and NAME/1/ into a model repository, which is made if needed; see ``config_text``.
 
     Returns:
         The path of the config.pbtxt.
@@ -224,84 +192,14 @@ def init_model(
     path = repository / name / "config.pbtxt"
     if path.exists() and not force:
         raise SettingsError(f"{path} exists already. Take another --name, or overwrite it with --force")
-    text = config_text(model, dtype, max_batch_size, compat)
+    text = config_text(model, dtype, max_batch_size, compat, scheduler)
+    config = _as_dict(text_format.Parse(text, model_config_pb2.ModelConfig()))
+    Settings.from_model_config(completed(config))
     version = path.parent / "1"
     version.mkdir(parents=True, exist_ok=True)
     (version / ".gitkeep").touch()
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _commented_parameter(name: str, value: str) -> str:
-    parameter = next(parameter for parameter in PARAMETERS if parameter.name == name)
-    comment = textwrap.fill(
-        f"{parameter.doc} Allowed: {parameter.kind.allowed}.",
-        width=110,
-        initial_indent="# ",
-        subsequent_indent="# ",
-        break_on_hyphens=False,
-    )
-    return f"{comment}\n{parameter_text(name, value)}"
-
-
-def _compatible_inputs_text() -> str:
-    lines = [_TEXT_INPUT, *(_input_text(tensor) for tensor in compatible_inputs())]
-    return _COMPATIBLE.format(inputs=",\n".join(f"  {line}" for line in lines))
-
-
-def _input_text(tensor: Mapping[str, Any]) -> str:
-    dims = ", ".join(map(str, tensor["dims"]))
-    ragged = " allow_ragged_batch: true" if tensor.get("allow_ragged_batch") else ""
-    return f'{{ name: "{tensor["name"]}" data_type: {tensor["data_type"]} dims: [ {dims} ] optional: true{ragged} }}'
-
-
-_TEXT_INPUT = '{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }'
-
-_PROMPT_ONLY = f"""\
-# The prompt. Clients send everything else, such as max_tokens, as request parameters: requests with different
-# sets of input tensors would not share a step.
-input [ {_TEXT_INPUT} ]"""
-
-_COMPATIBLE = """\
-# The prompt, and the tensors that clients of Triton's vLLM and TensorRT-LLM backends send. Requests with different
-# sets of them never share a step: delete those that your clients do not send, or let clients send request
-# parameters of the same names, which cost nothing.
-input [
-{inputs}
-]"""
-
-_TEMPLATE = """\
-# A model for triton-inflight. To serve another one, copy this folder and change `model`; the folder's name is
-# the model's. Outputs and the transaction policy are filled in by the backend.
-
-# The backend; with it, the folder needs no model.py.
-backend: "{backend}"
-# Most sequences that generate at the same time.
-max_batch_size: {max_batch_size}
-
-sequence_batching {{
-  # Every step, Triton hands over the new sequences together with those in flight.
-  iterative_sequence: true
-  # Triton drops a sequence that waits longer than this, {hours} h, for its slot or its next step.
-  max_sequence_idle_microseconds: {idle}
-  # One slot for each sequence of a batch. No queue delay: each step would pay it.
-  oldest {{ max_candidate_sequences: {max_batch_size} }}
-  # How Triton says where a sequence starts and ends, whether a slot is in use, and the sequence ID.
-  control_input [
-    {{ name: "START" control [ {{ kind: CONTROL_SEQUENCE_START bool_false_true: [ false, true ] }} ] }},
-    {{ name: "END" control [ {{ kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] }} ] }},
-    {{ name: "READY" control [ {{ kind: CONTROL_SEQUENCE_READY bool_false_true: [ false, true ] }} ] }},
-    {{ name: "CORRID" control [ {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 }} ] }}
-  ]
-}}
-
-# One instance on the CPU; KIND_GPU for a GPU.
-instance_group [ {{ kind: KIND_CPU count: 1 }} ]
-
-{inputs}
-
-{parameters}
-"""
 
 
 # -- the commands -------------------------------------------------------------------------------------------
@@ -329,14 +227,26 @@ def init(
             help="Declare the input tensors of clients written for Triton's vLLM and TensorRT-LLM backends.",
         ),
     ] = False,
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            help="iterative: new sequences join those in flight, at every step. dynamic: batches run to their end. "
+            "sequence: the client asks for every token. decoupled: no batcher of Triton's, and tensors as clients of "
+            "its vLLM backend send them. config.pbtxt says when to use which."
+        ),
+    ] = "iterative",
 ) -> None:
     """Write a commented config.pbtxt that loads.
 
-    Example: triton-inflight init models --name qwen --model Qwen/Qwen2.5-0.5B-Instruct
+    Examples:
+
+    triton-inflight init models --name qwen --model Qwen/Qwen2.5-0.5B-Instruct
+
+    triton-inflight init models --name vllm_model --model Qwen/Qwen2.5-0.5B-Instruct --scheduler decoupled
     """
     console = Console(highlight=False)
     try:
-        path = init_model(repository, name, model, dtype, max_batch_size, force, compat)
+        path = init_model(repository, name, model, dtype, max_batch_size, force, compat, scheduler)
     except (SettingsError, OSError) as error:
         text = f"cannot write there: {error}" if isinstance(error, OSError) else str(error)
         console.print(f"[red]error[/]  {escape(text)}", soft_wrap=True)

@@ -36,6 +36,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 UnknownParameters = Literal["error", "warn"]
 
+# Most sequences in one forward pass where Triton has no batcher and nothing is stated.
+_UNBATCHED_SEQUENCES = 32
+
 # Parameters of Triton's own Python backend, which stand in the same place as ours.
 _TRITONS_PARAMETERS = frozenset(
     {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"}
@@ -50,8 +53,8 @@ class Settings:
     ``device`` is a torch device; where ``instances`` spread over several GPUs, it names the first of them.
     ``ready_control`` is the name of Triton's READY control tensor, if one is declared; ``max_sequence_idle`` the
     seconds that a sequence may wait.
-    ``max_running_sequences`` of 0 becomes ``max_batch_size``. ``defaults`` are what parameters named
-    ``default_NAME`` say, by the name of the field.
+    ``max_running_sequences`` of 0 becomes ``max_batch_size``, and 32 where that is 0, too. ``defaults`` are what
+    parameters named ``default_NAME`` say, by the name of the field.
 
     Raises:
         SettingsError: values that cannot go together.
@@ -101,7 +104,7 @@ class Settings:
         if conflicts:
             raise SettingsError(_message(conflicts))
         if self.max_running_sequences == 0:
-            object.__setattr__(self, "max_running_sequences", self.max_batch_size)
+            object.__setattr__(self, "max_running_sequences", self.max_batch_size or _UNBATCHED_SEQUENCES)
 
     @classmethod
     def from_model_config(
@@ -298,8 +301,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "max_running_sequences",
         kinds.integer(1, 2**16, 32),
-        "Most sequences in one forward pass; others with a slot wait.",
-        unset="max_batch_size",
+        "Most sequences in one forward pass; others wait.",
+        unset=f"max_batch_size; without a batcher {_UNBATCHED_SEQUENCES}",
     ),
     Parameter(
         "max_queue_size",

@@ -5,12 +5,11 @@ Works on the dict that Triton passes to Python models: its ModelConfig as JSON, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from triton_inflight.fields import (
-    COMPATIBLE_INPUTS,
     TENSOR_TYPES,
     did_you_mean,
     field_names,
@@ -97,9 +96,9 @@ def instances_of(config: Config) -> Instances:
     return Instances(kind, gpus, sum(int(group.get("count", 0)) or 1 for group in groups))
 
 
-def compatible_inputs() -> list[dict[str, Any]]:
-    """The optional inputs that let clients of Triton's vLLM and TensorRT-LLM backends send their tensors."""
-    return [_optional_input(name) for name in COMPATIBLE_INPUTS]
+def optional_inputs(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Declarations of inputs that clients may send or not, by their names."""
+    return [_optional_input(name) for name in names]
 
 
 def _optional_input(name: str) -> dict[str, Any]:
@@ -278,6 +277,7 @@ def _check_transaction_policy(config: Config, findings: Findings) -> None:
 
 
 def _check_inputs(config: Config, findings: Findings) -> None:
+    batched = scheduler_of(config) != "decoupled"
     inputs = config.get("input", ())
     names = [tensor["name"] for tensor in inputs]
     if "text_input" not in names:
@@ -287,10 +287,11 @@ def _check_inputs(config: Config, findings: Findings) -> None:
         )
     for tensor in inputs:
         _check_input(tensor, findings)
+        _check_raggedness(tensor, batched, findings)
     optional = [
         tensor["name"] for tensor in inputs if tensor.get("optional") and tensor["name"] != "text_input"
     ]
-    if optional:
+    if optional and batched:
         names = optional if len(optional) <= 4 else [*optional[:3], f"and {len(optional) - 3} more"]
         findings.warnings.append(
             f"input {', '.join(names)}: optional. Requests that send different sets of optional inputs "
@@ -313,9 +314,12 @@ def _check_input(tensor: Config, findings: Findings) -> None:
         findings.errors.append(
             f"input {name}: is not known{did_you_mean(name, names)}; known: {', '.join(names)}. Delete it"
         )
-    if -1 in _dims(tensor) and not tensor.get("allow_ragged_batch"):
+
+
+def _check_raggedness(tensor: Config, batched: bool, findings: Findings) -> None:
+    if batched and -1 in _dims(tensor) and not tensor.get("allow_ragged_batch"):
         findings.errors.append(
-            f"input {name}: dims {_dims(tensor)} without allow_ragged_batch, so that requests of different "
+            f"input {tensor['name']}: dims {_dims(tensor)} without allow_ragged_batch, so that requests of different "
             f"length never share a step. Add allow_ragged_batch: true to it"
         )
 
