@@ -156,13 +156,13 @@ class _Result:
 def _results(
     engine: Engine, settings: Settings, requests: Sequence[Mapping[str, Any]], advance: Advance
 ) -> list[_Result]:
-    """Add all requests and step them to their ends, as many at a time as the model may be sent."""
+    """Add all requests and step them to their ends, as many at a time as may run."""
     for number, fields in enumerate(requests):
         engine.add(number, parse_request({}, {**fields, "temperature": 0}, settings))
     results = [_Result() for _ in requests]
     live = dict.fromkeys(range(len(requests)))
     while live:
-        for update in progressing_step(engine, list(live)[: settings.max_batch_size]):
+        for update in progressing_step(engine, list(live)):
             results[update.sequence_id].tokens += update.tokens
             advance(len(update.tokens))
             if update.prompt_logprobs is not None:

@@ -15,7 +15,6 @@ where the multiplications count.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import torch
 import typer
 
 from triton_inflight import _native
+from triton_inflight.bench_rounds import Spread
 from triton_inflight.native_attention import NativePool
 
 TOKENS_PER_BLOCK = 32
@@ -87,10 +87,6 @@ def seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def against_reading(shape: Shape, sequences: int, length: int, rounds: int) -> dict[str, object]:
     """Time of a decoding step over that of reading its keys and values, round by round.
 
@@ -110,13 +106,15 @@ def against_reading(shape: Shape, sequences: int, length: int, rounds: int) -> d
     reading = times["reading"]
     return {
         "megabytes": size / 1e6,
-        "read_gigabytes_per_second": spread([size / t / 1e9 for t in reading]),
-        "milliseconds": {name: spread([t * 1e3 for t in values]) for name, values in times.items()},
-        "ratio": {name: spread([t / r for t, r in zip(times[name], reading, strict=True)]) for name in tasks},
+        "read_gigabytes_per_second": Spread.of([size / t / 1e9 for t in reading]),
+        "milliseconds": {name: Spread.of([t * 1e3 for t in values]) for name, values in times.items()},
+        "ratio": {
+            name: Spread.of([t / r for t, r in zip(times[name], reading, strict=True)]) for name in tasks
+        },
     }
 
 
-def per_layer(step: Step, rounds: int, repeats: int) -> dict[str, float]:
+def per_layer(step: Step, rounds: int, repeats: int) -> Spread:
     """Microseconds of one attention call of a step."""
 
     def repeat() -> None:
@@ -125,7 +123,7 @@ def per_layer(step: Step, rounds: int, repeats: int) -> dict[str, float]:
 
     repeat()
     calls = repeats * len(step.pools)
-    return spread([seconds(repeat) / calls * 1e6 for _ in range(rounds)])
+    return Spread.of([seconds(repeat) / calls * 1e6 for _ in range(rounds)])
 
 
 def main(
@@ -164,35 +162,33 @@ def main(
             "prompt": prompt,
             "chunk": chunk,
             "us_per_layer": chunk_call,
-            "gigaflops": operations / chunk_call["median"] / 1e3,
+            "gigaflops": operations / chunk_call.median / 1e3,
         },
     }
-    print(json.dumps(result, indent=2) if as_json else text(result))
+    print(json.dumps(result, indent=2, default=asdict) if as_json else text(result))
 
 
 def text(result: dict[str, Any]) -> str:
     decode, short, prefill = result["decode"], result["short_decode"], result["prefill"]
-
-    def show(values: dict[str, float], digits: int) -> str:
-        return f"{values['median']:.{digits}f} ({values['min']:.{digits}f} to {values['max']:.{digits}f})"
-
     milliseconds, ratio = decode["milliseconds"], decode["ratio"]
     lines = [
         f"{result['isa']}, {result['threads']} threads, {result['shape']['dtype']}; median (min to max)",
         f"decode, {decode['sequences']} sequences of {decode['length']} tokens, "
         f"{result['shape']['layers']} layers, {decode['megabytes']:.0f} MB of keys and values:",
-        f"  reading them          {show(milliseconds['reading'], 1)} ms, "
-        f"{show(decode['read_gigabytes_per_second'], 1)} GB/s",
+        f"  reading them          {milliseconds['reading'].in_words(1)} ms, "
+        f"{decode['read_gigabytes_per_second'].in_words(1)} GB/s",
     ]
     for name in ("ordered", "scattered"):
-        lines.append(f"  attention, {name:<11}{show(milliseconds[name], 1)} ms, ratio {show(ratio[name], 2)}")
+        lines.append(
+            f"  attention, {name:<11}{milliseconds[name].in_words(1)} ms, ratio {ratio[name].in_words(2)}"
+        )
     lines.append(
         f"decode, {short['sequences']} sequences of {short['length']} tokens: "
-        f"{show(short['us_per_layer'], 0)} us per layer"
+        f"{short['us_per_layer'].in_words(0)} us per layer"
     )
     lines.append(
         f"prefill, the last {prefill['chunk']} of {prefill['prompt']} tokens: "
-        f"{show(prefill['us_per_layer'], 0)} us per layer, {prefill['gigaflops']:.0f} GFLOP/s"
+        f"{prefill['us_per_layer'].in_words(0)} us per layer, {prefill['gigaflops']:.0f} GFLOP/s"
     )
     return "\n".join(lines)
 

