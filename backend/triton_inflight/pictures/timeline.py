@@ -23,6 +23,7 @@ _FEW_STEPS = 80  # up to so many, each is drawn with an edge of its own
 _TOUCHING = 0.002  # of the whole width: stretches nearer to each other than that are one
 _AXES_POINTS = 590.0  # width of a panel, in points of type
 _SMALLEST_TYPE = 5.5  # what is smaller is not read
+_DIGIT = 0.78  # width of a bold digit with some air, in its size
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def slot_timeline(
             else:
                 share = _share_of_cells(timeline, begin, last)
             note(panel, f"rows busy {share:.0%}")
+        for panel in panels[:-1]:
+            panel.tick_params(axis="x", length=0)
         panels[-1].set_xlabel("step" if axis == "steps" else "time (s)")
         legend_above(figure, _keys(timelines, end - begin))
     return figure
@@ -238,27 +241,26 @@ def _write(panel: Axes, timeline: _Timeline, begin: float, end: float, row_inche
     """Whose a stay is, and in cells how many tokens a prefill ran, where there is room to read it."""
     from matplotlib.patheffects import withStroke
 
-    size = min(8.5, 0.6 * row_inches * 72)
-    if size < _SMALLEST_TYPE:
-        return
+    tallest = min(8.5, 0.6 * row_inches * 72)
     points = _AXES_POINTS / (end - begin)
 
-    def put(text: str, left: float, right: float, row: int, size: float, **look: Any) -> None:
+    def put(text: str, left: float, right: float, row: int, **look: Any) -> None:
         left, right = max(left, begin), min(right, end)
         middle = (left + right) / 2
         if timeline.cells:
             middle = math.floor(middle) + 0.5
-        if text and (right - left) * points > 0.68 * size * len(text):
+        size = min(tallest, (right - left) * points / (_DIGIT * max(1, len(text))))
+        if size >= _SMALLEST_TYPE:
             panel.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, **look)
 
     halo = [withStroke(linewidth=2.5, foreground=_DECODE)]
     for stay in timeline.stays:
         place = _place_of_label([span for span in _within(timeline, stay) if span.colour == _DECODE])
         if place is not None:
-            put(stay.label, *place, stay.row, size, color="white", fontweight="bold", path_effects=halo)
+            put(stay.label, *place, stay.row, color="white", fontweight="bold", path_effects=halo)
     for span in timeline.spans:
         if timeline.cells and span.colour == _PREFILL:
-            put(str(span.tokens), span.begin, span.end, span.row, 0.8 * size, color=INK)
+            put(str(span.tokens), span.begin, span.end, span.row, color=INK)
 
 
 def _place_of_label(decoded: Sequence[_Span]) -> tuple[float, float] | None:
