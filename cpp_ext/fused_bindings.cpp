@@ -60,7 +60,7 @@ The weights of a decoder layer around its attention, and the sizes that its rows
 
 Args:
     first_norm, second_norm: (address of `hidden` float32 numbers, epsilon).
-    attention_input: queries, keys (from column `first_key`) and values side by side, `input_columns` in all.
+    attention_input: queries, keys (from column `first_key`) and values (from `first_value`) side by side, `input_columns` in all.
     attention_output: takes `output_depth` numbers of each row.
     gate_up, down: of the gated MLP, gate_up packed as gated.
 )doc";
@@ -77,7 +77,7 @@ void bind_layer(py::module_& module) {
                        const PackedWeight& attention_output, const NormArgument& second_norm,
                        const PackedWeight& gate_up, const PackedWeight& down, Index hidden,
                        Index input_columns, Index output_depth, Index head_width, Index query_heads,
-                       Index key_heads, Index first_key) {
+                       Index key_heads, Index first_key, Index first_value) {
              return LayerWeights{norm_of(first_norm),
                                  attention_input,
                                  attention_output,
@@ -90,12 +90,13 @@ void bind_layer(py::module_& module) {
                                  head_width,
                                  query_heads,
                                  key_heads,
-                                 first_key};
+                                 first_key,
+                                 first_value};
            }),
            py::arg("first_norm"), py::arg("attention_input"), py::arg("attention_output"),
            py::arg("second_norm"), py::arg("gate_up"), py::arg("down"), py::arg("hidden"),
            py::arg("input_columns"), py::arg("output_depth"), py::arg("head_width"), py::arg("query_heads"),
-           py::arg("key_heads"), py::arg("first_key"));
+           py::arg("key_heads"), py::arg("first_key"), py::arg("first_value"));
   module.def(
       "layer_input",
       [](const Runtime& runtime, const LayerWeights& layer, Index rows, bool bf16, std::uintptr_t in,

@@ -27,7 +27,8 @@ struct LayerWeights {
   Index head_width;
   Index query_heads;
   Index key_heads;
-  Index first_key;  // column
+  Index first_key;    // column
+  Index first_value;  // column
 };
 
 // Rows of a step: all contiguous and of one type.

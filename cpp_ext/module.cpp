@@ -3,6 +3,7 @@
 
 namespace triton_inflight {
 void bind_attention(pybind11::module_& module);
+void bind_decoder_stack(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
 void bind_kv_store(pybind11::module_& module);
 }  // namespace triton_inflight
@@ -11,5 +12,6 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The native parts of triton_inflight.";
   triton_inflight::bind_attention(module);
   triton_inflight::bind_fused(module);
+  triton_inflight::bind_decoder_stack(module);
   triton_inflight::bind_kv_store(module);
 }

@@ -14,8 +14,9 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from conftest import FAMILIES, generate_all, make_engine, random_prompt, solo, tiny_model
-from triton_inflight import _native
+from triton_inflight import _native, native_attention
 from triton_inflight.conformance import logits_in_pieces
+from triton_inflight.decoder_stack import DecoderStack
 from triton_inflight.fused import GatedMLP, NativeRMSNorm, PackedLinear, SharedInput, native_rotary
 from triton_inflight.fused_layer import FusedLayer
 from triton_inflight.packed_weight import PackedWeight
@@ -224,6 +225,45 @@ def test_layers_of_known_code_are_one_module(family: str) -> None:
     layers = [m for m in served.modules() if isinstance(m, FusedLayer)]
     assert len(layers) == served.config.num_hidden_layers
     assert packed.difference < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_all_layers_of_known_code_are_one_call(family: str) -> None:
+    served, _ = packed_copy(tiny_model(family))
+    stacks = [m for m in served.modules() if isinstance(m, DecoderStack)]
+    assert len(stacks) == 1
+    assert len(stacks[0].layers) == served.config.num_hidden_layers
+    assert list(served.model.layers) == stacks
+
+
+def test_layers_that_differ_are_called_one_by_one() -> None:
+    """In one of these layers, each token sees its last few only."""
+    served, packed = packed_copy(
+        tiny_model(
+            "qwen2",
+            use_sliding_window=True,
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        )
+    )
+    assert not any(isinstance(m, DecoderStack) for m in served.modules())
+    assert sum(isinstance(m, FusedLayer) for m in served.modules()) == 3
+    assert packed.difference < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_a_stack_and_its_layers_one_by_one_give_the_same_bits(family: str) -> None:
+    served, _ = packed_copy(tiny_model(family))
+    stacked = logits_in_pieces(served, 16)
+    served.model.layers = served.model.layers[0].layers
+    assert torch.equal(stacked, logits_in_pieces(served, 16))
+
+
+def test_a_stack_is_right_over_the_pools_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, _ = packed_copy(tiny_model("llama"))
+    native = logits_in_pieces(served, 16)
+    monkeypatch.setattr(native_attention, "supported", lambda *_: False)
+    assert torch.allclose(logits_in_pieces(served, 16), native, atol=1e-5)
 
 
 def test_layers_of_other_code_are_not() -> None:

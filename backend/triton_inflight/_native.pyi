@@ -130,8 +130,23 @@ class LayerWeights:
         query_heads: int,
         key_heads: int,
         first_key: int,
+        first_value: int,
     ) -> None: ...
 
+def decoder_stack(
+    runtime: Runtime,
+    layers: Sequence[LayerWeights],
+    rows: int,
+    bf16: bool,
+    x: int,
+    cosines: int,
+    sines: int,
+    plan: AttentionPlan,
+    layout: PoolLayout,
+    isa: Isa,
+    pools: Sequence[int],
+    scale: float,
+) -> None: ...
 def layer_input(
     runtime: Runtime,
     layer: LayerWeights,

@@ -10,14 +10,17 @@ instead of a tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from triton_inflight.batch import current_scope
+from triton_inflight._native import AttentionPlan
+from triton_inflight.batch import StepScope, current_scope
 from triton_inflight.kv_tensors import KVShape
+from triton_inflight.native_attention import NativePool
+from triton_inflight.reference_attention import ReferencePool
 
 # Free of the substrings (sdpa, flash, flex, paged|, /) that transformers gives a meaning of its own.
 IMPLEMENTATION = "triton_inflight"
@@ -80,16 +83,71 @@ def _attention(
         raise RuntimeError("paged attention was called outside of a step")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise RuntimeError("attention that is not causal (an encoder, or cross-attention) is not supported")
-    window = sliding_window
-    if isinstance(attention_mask, MaskPattern) and attention_mask.window is not None:
-        window = attention_mask.window
+    window = _window(sliding_window, attention_mask)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     shape = KVShape(k.shape[1], k.shape[2], v.shape[2])
+    pool = _next_pool(scope, shape)
+    plan = _plan(scope, pool, shape, q.shape[1], window)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return pool.attend(plan, q, k, v, scale, softcap, s_aux)[None], None
+
+
+class NextCalls(NamedTuple):
+    """Attention calls that differ in nothing but their pools."""
+
+    plan: AttentionPlan
+    pools: list[NativePool]
+
+
+def next_calls(
+    model_attention: torch.nn.Module,
+    count: int,
+    query_heads: int,
+    shape: KVShape,
+    sliding_window: int | None,
+    attention_mask: MaskPattern | None,
+) -> NextCalls | None:
+    """The step's next ``count`` attention calls, for one who makes them all at once in C++.
+
+    Args:
+        model_attention: the attention module of any of those layers.
+        count: layers.
+        query_heads, shape, sliding_window, attention_mask: what each of them would hand to the interface.
+
+    Returns:
+        ``None`` where they have to go through the interface one by one: the model's attention is another one, or
+        its pools are not those of the native kernels.
+    """
+    config: Any = model_attention.config
+    scope = current_scope()
+    if scope is None or config._attn_implementation != IMPLEMENTATION:
+        return None
+    if not scope.tensors.is_native:
+        return None
+    pools = [_next_pool(scope, shape) for _ in range(count)]
+    plan = _plan(scope, pools[0], shape, query_heads, _window(sliding_window, attention_mask))
+    return NextCalls(plan, pools)  # type: ignore[arg-type]
+
+
+def _window(sliding_window: int | None, mask: MaskPattern | None) -> int | None:
+    """The layer's window; where its mask tells one, that."""
+    if isinstance(mask, MaskPattern) and mask.window is not None:
+        return mask.window
+    return sliding_window
+
+
+def _next_pool(scope: StepScope, shape: KVShape) -> NativePool | ReferencePool:
     pool = scope.tensors.pool(scope.calls, shape)
     scope.calls += 1
-    same_work = (shape, q.shape[1], window)  # as a rule that of all layers, or of every second one
+    return pool
+
+
+def _plan(
+    scope: StepScope, pool: NativePool | ReferencePool, shape: KVShape, query_heads: int, window: int | None
+) -> Any:
+    """The step's work for such calls: as a rule the same for all layers, or for every second one."""
+    same_work = (shape, query_heads, window)
     if same_work not in scope.plans:
         batch = scope.batch
-        scope.plans[same_work] = pool.plan(batch.tables, batch.starts, batch.lengths, q.shape[1], window)
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return pool.attend(scope.plans[same_work], q, k, v, scale, softcap, s_aux)[None], None
+        scope.plans[same_work] = pool.plan(batch.tables, batch.starts, batch.lengths, query_heads, window)
+    return scope.plans[same_work]

@@ -19,13 +19,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from triton_inflight import _native
 from triton_inflight.fused import FusedModule, GatedMLP, NativeRMSNorm, PackedLinear, SharedLinear
+from triton_inflight.kv_tensors import KVShape
 
 Code = tuple[object, ...]
 
 _INTERFACE: Any = ALL_ATTENTION_FUNCTIONS  # whose annotation forbids that there is no default
 
 
-def _code(function: Callable[..., Any]) -> Code:
+def function_code(function: Callable[..., Any]) -> Code:
     """What a function does, apart from what its global names mean."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
@@ -33,13 +34,13 @@ def _code(function: Callable[..., Any]) -> Code:
     return code.co_code, code.co_names, code.co_varnames, code.co_consts
 
 
-_LAYER = _code(LlamaDecoderLayer.forward)
+_LAYER = function_code(LlamaDecoderLayer.forward)
 
 # What each attention hands to transformers' interface beside scaling and dropout.
 _ATTENTIONS: dict[Code, Callable[[Any], dict[str, Any]]] = {
-    _code(LlamaAttention.forward): lambda _: {},
-    _code(Qwen2Attention.forward): lambda module: {"sliding_window": module.sliding_window},
-    _code(MistralAttention.forward): lambda module: {
+    function_code(LlamaAttention.forward): lambda _: {},
+    function_code(Qwen2Attention.forward): lambda module: {"sliding_window": module.sliding_window},
+    function_code(MistralAttention.forward): lambda module: {
         "sliding_window": getattr(module.config, "sliding_window", None)
     },
 }
@@ -48,7 +49,7 @@ _ATTENTIONS: dict[Code, Callable[[Any], dict[str, Any]]] = {
 def can_be_fused(layer: torch.nn.Module) -> bool:
     """Whether a layer, whose own modules are replaced already, is one that ``FusedLayer`` can be."""
     attention: Any = getattr(layer, "self_attn", None)
-    if _code_of(layer) != _LAYER or _code_of(attention) not in _ATTENTIONS:
+    if _forward_code(layer) != _LAYER or _forward_code(attention) not in _ATTENTIONS:
         return False
     first: Any = getattr(layer, "input_layernorm", None)
     second: Any = getattr(layer, "post_attention_layernorm", None)
@@ -83,29 +84,32 @@ class FusedLayer(FusedModule):
         mlp: GatedMLP = original.mlp
         self.original = layer
         # Not as a module of its own, which it is below the original, and which is slow to look up.
-        self.__dict__["_attention"] = attention
-        self._scaling = attention.scaling
-        self._options = _ATTENTIONS[_code(type(attention).forward)](attention)
+        self.__dict__["attention"] = attention
+        self.scaling: float = attention.scaling
+        self.options = _ATTENTIONS[function_code(type(attention).forward)](attention)
         self._width = attention.head_dim
         self._columns = inputs.width
         self._spans = inputs.spans
-        self._hidden = inputs.inputs
-        (query, query_end), (key, key_end), _ = inputs.spans
-        self._runtime = inputs.runtime
-        self._weights = _native.LayerWeights(
+        self.hidden = inputs.inputs
+        (query, query_end), (key, key_end), (value, _) = inputs.spans
+        self.runtime = inputs.runtime
+        self.query_heads = (query_end - query) // self._width
+        self.kv_shape = KVShape((key_end - key) // self._width, self._width, self._width)
+        self.weights = _native.LayerWeights(
             original.input_layernorm.argument,
             inputs.native,
             output.native,
             original.post_attention_layernorm.argument,
             mlp.gate_up.native,
             mlp.down.native,
-            self._hidden,
+            self.hidden,
             inputs.width,
             output.inputs,
             self._width,
-            (query_end - query) // self._width,
-            (key_end - key) // self._width,
+            self.query_heads,
+            self.kv_shape.heads,
             key,
+            value,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -125,12 +129,12 @@ class FusedLayer(FusedModule):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        attend = _INTERFACE.get_interface(self._attention.config._attn_implementation, None)
+        attend = _INTERFACE.get_interface(self.attention.config._attn_implementation, None)
         if (
             attend is None
             or cache is not None
             or position_embeddings is None
-            or not self._takes(hidden_states, *position_embeddings)
+            or not self.takes(hidden_states, *position_embeddings)
         ):
             result: torch.Tensor = self.original(
                 hidden_states,
@@ -147,8 +151,8 @@ class FusedLayer(FusedModule):
         cos, sin = position_embeddings
         inputs = hidden_states.new_empty(rows, self._columns)
         _native.layer_input(
-            self._runtime,
-            self._weights,
+            self.runtime,
+            self.weights,
             rows,
             bf16,
             hidden_states.data_ptr(),
@@ -160,23 +164,23 @@ class FusedLayer(FusedModule):
             inputs[:, start:end].view(1, rows, -1, self._width).transpose(1, 2) for start, end in self._spans
         )
         attended, _ = attend(
-            self._attention,
+            self.attention,
             query,
             key,
             value,
             attention_mask,
             dropout=0.0,
-            scaling=self._scaling,
+            scaling=self.scaling,
             position_ids=position_ids,
             use_cache=use_cache,
-            **self._options,
+            **self.options,
             **kwargs,
         )
         attended = attended.contiguous()
         out = torch.empty_like(hidden_states)
         _native.layer_output(
-            self._runtime,
-            self._weights,
+            self.runtime,
+            self.weights,
             rows,
             bf16,
             hidden_states.data_ptr(),
@@ -185,7 +189,7 @@ class FusedLayer(FusedModule):
         )
         return out
 
-    def _takes(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def takes(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether these are the contiguous rows of one type that the kernels read."""
         angles = (1, hidden.shape[1], self._width)
         return (
@@ -193,7 +197,7 @@ class FusedLayer(FusedModule):
             and hidden.dtype is cos.dtype
             and hidden.dtype is sin.dtype
             and hidden.shape[0] == 1
-            and hidden.shape[2] == self._hidden
+            and hidden.shape[2] == self.hidden
             and cos.shape == angles
             and sin.shape == angles
             and hidden.is_contiguous()
@@ -203,6 +207,6 @@ class FusedLayer(FusedModule):
         )
 
 
-def _code_of(module: object) -> Code | None:
+def _forward_code(module: object) -> Code | None:
     forward = getattr(type(module), "forward", None)
-    return _code(forward) if isinstance(module, torch.nn.Module) and forward is not None else None
+    return function_code(forward) if isinstance(module, torch.nn.Module) and forward is not None else None

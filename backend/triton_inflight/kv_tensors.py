@@ -33,6 +33,9 @@ class KVTensors:
         dtype: of keys and values.
         device: where they live.
         native: False for the torch reference also where there are native kernels.
+
+    Attributes:
+        is_native: the pools are those of the native kernels.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class KVTensors:
         self.tokens_per_block = tokens_per_block
         self._dtype = dtype
         self._device = device
-        self._native = native and native_attention.supported(device, dtype, tokens_per_block)
+        self.is_native = native and native_attention.supported(device, dtype, tokens_per_block)
         self._shapes: list[KVShape] = []
         self._pools: list[NativePool | ReferencePool] = []
 
@@ -83,6 +86,6 @@ class KVTensors:
 
     def _make(self, shape: KVShape) -> NativePool | ReferencePool:
         sizes = (self.num_blocks, self.tokens_per_block, *shape)
-        if self._native:
+        if self.is_native:
             return NativePool(*sizes, self._dtype)
         return ReferencePool(*sizes, self._dtype, self._device)

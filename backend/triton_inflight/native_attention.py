@@ -33,6 +33,8 @@ class NativePool:
         data: (num_blocks, elements) in the given dtype; a block may be copied as a whole, its inside is the
             kernels' own (cpp_ext/attention_types.hpp). The rows of a fresh pool take no memory until they are
             written.
+        address: of ``data``.
+        layout, isa: what the kernels want to know of the pool, and which version of them runs.
 
     Args:
         num_blocks: blocks of the store.
@@ -56,18 +58,18 @@ class NativePool:
         dtype: torch.dtype,
         isa: _native.Isa | None = None,
     ) -> None:
-        self._layout = _native.PoolLayout(
+        self.layout = _native.PoolLayout(
             num_blocks, tokens_per_block, heads, key_width, value_width, _is_bf16(dtype)
         )
-        self._isa = _native.chosen_isa() if isa is None else isa
+        self.isa = _native.chosen_isa() if isa is None else isa
         self._value_width = value_width
-        self.data = _zeros(num_blocks, self._layout.block_size, dtype)
-        self._address = self.data.data_ptr()
+        self.data = _zeros(num_blocks, self.layout.block_size, dtype)
+        self.address = self.data.data_ptr()
 
     @property
     def bytes_per_token(self) -> int:
         """Memory of one cell, padding included."""
-        return self.data.nbytes // (self._layout.num_blocks * self._layout.tokens_per_block)
+        return self.data.nbytes // (self.layout.num_blocks * self.layout.tokens_per_block)
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy the cells of a whole block."""
@@ -94,7 +96,7 @@ class NativePool:
             ValueError: the arrays do not fit together, or name a block that does not exist.
         """
         return _native.AttentionPlan(
-            tables.numpy(), starts, lengths, self._layout, query_heads, window or 0, torch.get_num_threads()
+            tables.numpy(), starts, lengths, self.layout, query_heads, window or 0, torch.get_num_threads()
         )
 
     def attend(
@@ -134,9 +136,9 @@ class NativePool:
         out = torch.empty(tokens, query_heads, self._value_width, dtype=query.dtype)
         _native.paged_attention(
             plan,
-            self._layout,
-            self._isa,
-            self._address,
+            self.layout,
+            self.isa,
+            self.address,
             _argument(query),
             _argument(key),
             _argument(value),
@@ -156,7 +158,7 @@ class NativePool:
         scale: float,
     ) -> None:
         """The kernels work on bare addresses: what is not caught here is read or written out of bounds."""
-        layout = self._layout
+        layout = self.layout
         wanted = (
             (plan.num_tokens, plan.query_heads, layout.key_width),
             (plan.num_tokens, layout.heads, layout.key_width),

@@ -8,6 +8,7 @@ replaced only if its stand-in computes the same on random input:
 * a module of gate_proj, up_proj, down_proj and SiLU, by one call;
 * an RMSNorm, by one call;
 * a decoder layer whose code is known, by one call before its attention and one after it;
+* all layers of a model whose code is known, by one call;
 * ``apply_rotary_pos_emb``, by one call: the module that uses it gets a forward of the same code over other
   globals, so no other model in the process sees it.
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from triton_inflight.decoder_stack import DecoderStack, can_be_stacked
 from triton_inflight.fused import (
     FusedModule,
     GatedMLP,
@@ -117,7 +119,7 @@ class _Packer:
     @torch.no_grad()
     def run(self) -> None:
         """Larger units first: what they took in is gone when the smaller ones are looked for. Layers come last:
-        they are known by what has been replaced in them."""
+        they are known by what has been replaced in them, and a model's list of layers by these."""
         for replace in (
             self._rotary,
             self._gated_mlp,
@@ -129,6 +131,9 @@ class _Packer:
             for parent, name, module in list(_children(self.model)):
                 if not _is_hooked(module):
                     replace(parent, name, module)
+        for model in list(self.model.modules()):
+            if can_be_stacked(model):
+                self._stack(model)
 
     def undo(self) -> None:
         for undo in reversed(self.undos):
@@ -214,6 +219,11 @@ class _Packer:
     def _layer(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         if can_be_fused(module):
             self._replace(parent, name, FusedLayer(module), [])
+
+    def _stack(self, model: Any) -> None:
+        layers = model.layers
+        model.layers = torch.nn.ModuleList([DecoderStack(layers)])
+        self.undos.append(lambda: setattr(model, "layers", layers))
 
     def _rotary(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         del parent, name
