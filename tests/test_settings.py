@@ -388,13 +388,12 @@ WARNINGS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {f"{_OLDEST}.max_queue_delay_microseconds": 100},
-        [f"{_OLDEST}.max_queue_delay_microseconds: 100", "every step", "Delete it"],
+        [f"{_OLDEST}.max_queue_delay_microseconds: 100", "every trip", "Delete it"],
     ),
     (
-        {_OLDEST: None, "sequence_batching.direct": {"max_queue_delay_microseconds": 0}},
-        ["sequence_batching.direct.max_queue_delay_microseconds: 0", "Write direct", "5000"],
+        {_OLDEST: None, "sequence_batching.direct": {"max_queue_delay_microseconds": 5000}},
+        ["sequence_batching.direct.max_queue_delay_microseconds: 5000", "every trip", "Delete it"],
     ),
-    ({_OLDEST: None}, ["sequence_batching.direct.max_queue_delay_microseconds: 0", "or use oldest"]),
     (
         {"parameters.max_seq_len": {"string_value": "40000"}},
         ["parameters.max_seq_len: 40000", "max_tokens_in_paged_kv_cache: 32768", "Raise"],

@@ -162,12 +162,7 @@ def _check_sequence_batching(config: Config, findings: Findings) -> None:
         )
     if "oldest" in batching:
         _check_oldest(batching["oldest"], config.get("max_batch_size", 0), findings)
-    elif not int(batching.get("direct", {}).get("max_queue_delay_microseconds", 0)):
-        findings.warnings.append(
-            "sequence_batching.direct.max_queue_delay_microseconds: 0 lets sequences fall into two groups "
-            "that take turns, at half the speed. Write direct { max_queue_delay_microseconds: 5000 "
-            "minimum_slot_utilization: 1.0 }, or use oldest, which needs no delay"
-        )
+    _check_queue_delay(batching, findings)
 
 
 def _check_idle(idle: int, findings: Findings) -> None:
@@ -202,10 +197,14 @@ def _check_oldest(oldest: Config, max_batch_size: int, findings: Findings) -> No
             f"{key} is more than max_batch_size: {max_batch_size}, so sequences take turns while all of them "
             f"hold their KV cache. {remedy}, or raise max_batch_size"
         )
-    delay = int(oldest.get("max_queue_delay_microseconds", 0))
+
+
+def _check_queue_delay(batching: Config, findings: Findings) -> None:
+    strategy = "oldest" if "oldest" in batching else "direct"
+    delay = int(batching.get(strategy, {}).get("max_queue_delay_microseconds", 0))
     if delay:
         findings.warnings.append(
-            f"sequence_batching.oldest.max_queue_delay_microseconds: {delay} is waited for in every step "
+            f"sequence_batching.{strategy}.max_queue_delay_microseconds: {delay} is waited for in every trip "
             f"that is not full, and delays every token by as much. Delete it: steps fill up without a delay"
         )
 
