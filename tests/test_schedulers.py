@@ -14,6 +14,7 @@ import tritonclient.grpc as grpcclient
 
 from conftest import byte_tokenizer, make_engine, random_prompt, solo, tiny_model
 from serving import Disconnecting, add_model, generate, generate_stream, save_model, settled
+from test_clients import joined, stream
 from triton_inflight.launcher import TritonServer
 from triton_inflight.metrics import Metrics
 from triton_inflight.protocol import model_defaults
@@ -83,6 +84,13 @@ def test_texts_are_those_of_the_oracle(server: TritonServer, model, scheduler: s
         texts = list(pool.map(ask, range(len(prompts))))
     assert texts == [_expected(model, p, n) for p, n in zip(prompts, max_tokens, strict=True)]
     settled(server, lambda s: s.value("inflight_kv_blocks", model=scheduler, state="used") == 0)
+
+
+def test_without_a_batcher_tensors_have_no_batch_dimension(server: TritonServer, model) -> None:
+    """What clients of Triton's vLLM backend send; a model that batches cannot take it."""
+    tensors = {"text_input": np.array([b"one dimension"], np.object_)}
+    (answer,) = stream(server, "decoupled", tensors, {"max_tokens": 9})
+    assert joined([answer]) == _expected(model, "one dimension", 9)
 
 
 @pytest.mark.parametrize("scheduler", WHOLE_REQUESTS)
