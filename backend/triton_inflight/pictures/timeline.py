@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from triton_inflight.pictures.style import BLUE, EMPTY, INK, ORANGE, drawing, legend_above, note
-from triton_inflight.trace_reading import Trace
+from triton_inflight.trace_reading import Kind, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,6 @@ _DIGIT = 0.78  # width of a bold digit with some air, in its size
 class _Span:
     """A stretch of one kind that a sequence runs in its row, in units of the axis; ``tokens`` are those it ran."""
 
-    row: int
     begin: float
     end: float
     colour: str
@@ -55,12 +55,13 @@ class _Timeline:
         num_rows: rows that a batch may have.
         end: of the last step.
         cells: each step has an edge of its own.
+        spans: what runs in each row, in order.
     """
 
     num_rows: int
     end: float
     cells: bool
-    spans: list[_Span]
+    spans: list[list[_Span]]
     stays: list[_Stay]
 
 
@@ -140,11 +141,12 @@ def _timeline(
     first, last = window or (places[0][0], end)
     cells = axis == "steps" and last - first <= _FEW_STEPS
     touching = 0.0 if cells else _TOUCHING * (last - first)
+    num_rows = max(trace.num_rows, 1 + max(run.row for step in trace.steps for run in step.rows))
     return _Timeline(
-        max(trace.num_rows, 1 + max(run.row for step in trace.steps for run in step.rows)),
+        num_rows,
         end,
         cells,
-        _spans(trace, places, touching),
+        _spans(trace, places, touching, num_rows),
         _stays(trace, _placing(trace, axis, origin), end, labels or _numbers(trace)),
     )
 
@@ -154,25 +156,25 @@ def _placing(trace: Trace, axis: Axis, origin: float) -> Callable[[float], float
     if axis == "seconds":
         return lambda seconds: seconds - origin
     ends = [step.end_seconds for step in trace.steps]
-    return lambda seconds: float(sum(end <= seconds + 1e-9 for end in ends))
+    return lambda seconds: float(bisect_right(ends, seconds + 1e-9))
 
 
-def _spans(trace: Trace, places: Sequence[tuple[float, float]], touching: float) -> list[_Span]:
+def _spans(
+    trace: Trace, places: Sequence[tuple[float, float]], touching: float, num_rows: int
+) -> list[list[_Span]]:
     """What runs; stretches of one kind that a sequence runs one after the other are one where they touch."""
-    done: list[_Span] = []
-    growing: dict[int, tuple[Any, _Span]] = {}
+    spans: list[list[_Span]] = [[] for _ in range(num_rows)]
+    last: dict[int, tuple[int, int, Kind]] = {}
     for step, (begin, end) in zip(trace.steps, places, strict=True):
         for run in step.rows:
-            what = (run.sequence_id, run.choice, run.kind)
+            row, what = spans[run.row], (run.sequence_id, run.choice, run.kind)
             colour = _PREFILL if run.kind == "prefill" else _DECODE
-            span = _Span(run.row, begin, end, colour, run.tokens)
-            before, earlier = growing.get(run.row, (None, span))
-            if before == what and begin - earlier.end < touching:
-                span = _Span(run.row, earlier.begin, end, colour, earlier.tokens + run.tokens)
-            elif before is not None:
-                done.append(earlier)
-            growing[run.row] = what, span
-    return done + [span for _, span in growing.values()]
+            if last.get(run.row) == what and begin - row[-1].end < touching:
+                row[-1] = _Span(row[-1].begin, end, colour, row[-1].tokens + run.tokens)
+            else:
+                row.append(_Span(begin, end, colour, run.tokens))
+            last[run.row] = what
+    return spans
 
 
 def _stays(
@@ -197,7 +199,7 @@ def _numbers(trace: Trace) -> dict[int, str]:
 
 def _share_of_cells(timeline: _Timeline, begin: float, end: float) -> float:
     """Share of the cells between two steps in which something runs."""
-    ran = sum(max(0.0, min(span.end, end) - max(span.begin, begin)) for span in timeline.spans)
+    ran = sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for row in timeline.spans for s in row)
     return ran / ((end - begin) * timeline.num_rows)
 
 
@@ -211,7 +213,7 @@ def _draw(panel: Axes, timeline: _Timeline, begin: float, end: float) -> None:
         _bars(panel, row, [(begin, min(end, timeline.end))], EMPTY)
         _bars(panel, row, [(stay.begin, stay.end) for stay in timeline.stays if stay.row == row], _HELD)
         for colour in (_PREFILL, _DECODE):
-            spans = [span for span in timeline.spans if span.row == row and span.colour == colour]
+            spans = [span for span in timeline.spans[row] if span.colour == colour]
             _bars(panel, row, [(span.begin, span.end) for span in spans], colour, timeline.cells)
     for stay in timeline.stays:
         ends = [stay.row - _BAR / 2, stay.row + _BAR / 2]
@@ -258,9 +260,10 @@ def _write(panel: Axes, timeline: _Timeline, begin: float, end: float, row_inche
         place = _place_of_label([span for span in _within(timeline, stay) if span.colour == _DECODE])
         if place is not None:
             put(stay.label, *place, stay.row, color="white", fontweight="bold", path_effects=halo)
-    for span in timeline.spans:
-        if timeline.cells and span.colour == _PREFILL:
-            put(str(span.tokens), span.begin, span.end, span.row, color=INK)
+    for row, spans in enumerate(timeline.spans if timeline.cells else ()):
+        for span in spans:
+            if span.colour == _PREFILL:
+                put(str(span.tokens), span.begin, span.end, row, color=INK)
 
 
 def _place_of_label(decoded: Sequence[_Span]) -> tuple[float, float] | None:
@@ -273,7 +276,10 @@ def _place_of_label(decoded: Sequence[_Span]) -> tuple[float, float] | None:
 
 
 def _within(timeline: _Timeline, stay: _Stay) -> list[_Span]:
-    return [span for span in timeline.spans if span.row == stay.row and stay.begin <= span.begin < stay.end]
+    """What a sequence runs during a stay."""
+    row = timeline.spans[stay.row]
+    begin, end = (bisect_left(row, place, key=lambda span: span.begin) for place in (stay.begin, stay.end))
+    return row[begin:end]
 
 
 def _keys(timelines: Sequence[_Timeline], width: float) -> list[Any]:
