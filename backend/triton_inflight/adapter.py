@@ -72,6 +72,7 @@ class TritonPythonModel:
         # The heavy modules (torch, transformers): neither completing the config nor refusing it waits for them.
         bound_spinning()
         from triton_inflight.loader import load_engine
+        from triton_inflight.memory import keep_out_of_collections
         from triton_inflight.metrics import Metrics
         from triton_inflight.schedulers import make_lifecycle
         from triton_inflight.trace import open_tracer
@@ -84,6 +85,7 @@ class TritonPythonModel:
         self._slots = Slots(_StartSender(args["model_name"], int(args["model_version"])))
         self._holds_back = self._settings.scheduler == "iterative" and self._settings.decoupled
         self._lifecycle = make_lifecycle(self._settings, engine, defaults, metrics, self._slots.reclaim)
+        keep_out_of_collections()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """One trip.

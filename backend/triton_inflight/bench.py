@@ -179,11 +179,13 @@ def _set_up(
     from triton_inflight import weights
     from triton_inflight.bench_served import ServedModel, copy_model
     from triton_inflight.loader import load_engine
+    from triton_inflight.memory import keep_out_of_collections
 
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triton-inflight-bench-")))
     settings = copy_model(repository, model, changes, directory)
     with Console(stderr=True).status("loading the model"):
         loaded = load_engine(settings) if paths["in_process"] else None
+        keep_out_of_collections()
         tokenizer = loaded.engine.tokenizer if loaded else weights.describe(settings.model).tokenizer
     served = stack.enter_context(ServedModel(directory, model, progress=True)) if paths["served"] else None
     return _Setup(settings, ordinary_tokens(tokenizer), loaded, served)

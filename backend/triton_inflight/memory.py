@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 import psutil
 
@@ -20,3 +21,12 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_out_of_collections() -> None:
+    """Tell the garbage collector that all there is now stays: for a process that has loaded what it serves.
+
+    It would look through the modules of torch and transformers again and again, a few percent of every step.
+    """
+    gc.collect()
+    gc.freeze()

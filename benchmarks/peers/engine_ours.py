@@ -21,6 +21,7 @@ from triton_inflight.bench_options import key_and_value  # noqa: E402
 from triton_inflight.bench_served import copy_model  # noqa: E402
 from triton_inflight.bench_work import Workload  # noqa: E402
 from triton_inflight.loader import load_engine  # noqa: E402
+from triton_inflight.memory import keep_out_of_collections  # noqa: E402
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         settings = copy_model(arguments.model_repository, arguments.model, changes, Path(directory))
         loaded = load_engine(settings)
+        keep_out_of_collections()
 
     def run(prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         workload = Workload(len(prompts), len(prompts[0]), output_tokens)
