@@ -25,6 +25,7 @@ import typer
 
 from triton_inflight import _native
 from triton_inflight.bench_rounds import Spread
+from triton_inflight.kv_shape import KVShape
 from triton_inflight.native_attention import NativePool
 
 TOKENS_PER_BLOCK = 32
@@ -52,10 +53,8 @@ class Step:
     ) -> None:
         blocks_each = -(-length // TOKENS_PER_BLOCK)
         num_blocks = sequences * blocks_each
-        self.pools = [
-            NativePool(num_blocks, TOKENS_PER_BLOCK, shape.kv_heads, shape.width, shape.width, shape.dtype)
-            for _ in range(layers)
-        ]
+        stored = KVShape(shape.kv_heads, shape.width, shape.width)
+        self.pools = [NativePool(num_blocks, TOKENS_PER_BLOCK, stored, shape.dtype) for _ in range(layers)]
         for pool in self.pools:
             pool.data.normal_()
         blocks = torch.randperm(num_blocks) if scattered else torch.arange(num_blocks)

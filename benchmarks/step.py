@@ -40,6 +40,7 @@ DEFAULT_SEQUENCES = [1, 8, 16, 32]
 PARTS = (
     "plan",
     "batch",
+    "layers",
     "linear",
     "norm_and_rotary",
     "attention",
@@ -100,6 +101,7 @@ def run(subject: Engine, sequences: int, inputs: int, outputs: int) -> dict[str,
 
 # Where the time of a forward pass goes: the part, and the function whose calls are counted for it.
 _FORWARD: tuple[tuple[str, Any, str], ...] = (
+    ("layers", _native, "decoder_stack"),  # all of them, attention included, where they run in one call
     ("linear", _native, "linear"),
     ("linear", _native, "gated_mlp"),
     ("linear", _native, "layer_input"),  # with the norms and rotary positions of their layer

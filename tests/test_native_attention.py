@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from triton_inflight import _native
+from triton_inflight.kv_shape import KVShape
 from triton_inflight.native_attention import NativePool
 
 ISAS = _native.supported_isas()
@@ -62,9 +63,7 @@ class Sequences:
         self.pool = NativePool(
             num_blocks,
             case.tokens_per_block,
-            case.kv_heads,
-            case.key_width,
-            case.value_width,
+            KVShape(case.kv_heads, case.key_width, case.value_width),
             case.pool_dtype or case.dtype,
             isa,
         )
@@ -263,7 +262,7 @@ def test_neighbours_survive_numbers_that_are_none() -> None:
 
 
 def make_inputs(pool_heads: int = 2) -> tuple[NativePool, torch.Tensor, torch.Tensor]:
-    pool = NativePool(4, 32, pool_heads, 16, 16, torch.float32)
+    pool = NativePool(4, 32, KVShape(pool_heads, 16, 16), torch.float32)
     return pool, torch.zeros(3, 4, 16), torch.zeros(3, 2, 16)
 
 
@@ -285,7 +284,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="sinks have the shape"):
         pool.attend(plan, q, kv, kv, 1.0, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="other blocks or heads"):
-        NativePool(5, 32, 2, 16, 16, torch.float32).attend(plan, q, kv, kv, 1.0)
+        NativePool(5, 32, KVShape(2, 16, 16), torch.float32).attend(plan, q, kv, kv, 1.0)
     with pytest.raises(ValueError, match="block 4 of sequence 0 is not one of the 4"):
         pool.plan(tables + 4, [0, 3], [3], 4, None)
     with pytest.raises(ValueError, match="runs 3 tokens and has 33 cells in a table of 1 blocks"):
@@ -293,7 +292,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads"):
         pool.plan(tables, [0, 3], [3], 3, None)
     with pytest.raises(ValueError, match="tokens_per_block is 20, must be a multiple of 16"):
-        NativePool(4, 20, 2, 16, 16, torch.float32)
+        NativePool(4, 20, KVShape(2, 16, 16), torch.float32)
 
 
 def test_the_version_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +302,6 @@ def test_the_version_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _native.chosen_isa() == isa
     monkeypatch.setenv("TRITON_INFLIGHT_ISA", "avx1024")
     with pytest.raises(ValueError, match=r"'avx1024'.*can run: portable"):
-        NativePool(4, 32, 2, 16, 16, torch.float32)
+        NativePool(4, 32, KVShape(2, 16, 16), torch.float32)
     monkeypatch.delenv("TRITON_INFLIGHT_ISA")
     assert _native.chosen_isa() == ISAS[-1]

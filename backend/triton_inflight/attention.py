@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from triton_inflight._native import AttentionPlan
 from triton_inflight.batch import StepScope, current_scope
-from triton_inflight.kv_tensors import KVShape
+from triton_inflight.kv_shape import KVShape
 from triton_inflight.native_attention import NativePool
 from triton_inflight.reference_attention import ReferencePool
 

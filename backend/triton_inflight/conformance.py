@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from triton_inflight.batch import build_batch
 from triton_inflight.errors import ModelError
+from triton_inflight.kv_shape import KVShape
 from triton_inflight.kv_store import KVStore
-from triton_inflight.kv_tensors import KVShape, KVTensors
+from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.planner import Run
 from triton_inflight.runner import Runner
 from triton_inflight.sequence import Sequence

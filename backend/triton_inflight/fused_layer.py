@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from triton_inflight import _native
 from triton_inflight.fused import FusedModule, GatedMLP, NativeRMSNorm, PackedLinear, SharedLinear
-from triton_inflight.kv_tensors import KVShape
+from triton_inflight.kv_shape import KVShape
 
 Code = tuple[object, ...]
 

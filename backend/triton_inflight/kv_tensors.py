@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
 from triton_inflight import native_attention
+from triton_inflight.kv_shape import KVShape
 from triton_inflight.native_attention import NativePool
 from triton_inflight.reference_attention import ReferencePool
-
-
-class KVShape(NamedTuple):
-    """What one attention call of a forward pass stores per token."""
-
-    heads: int
-    key_width: int
-    value_width: int
 
 
 class KVTensors:
@@ -85,7 +77,5 @@ class KVTensors:
                 pool.copy_block(source, destination)
 
     def _make(self, shape: KVShape) -> NativePool | ReferencePool:
-        sizes = (self.num_blocks, self.tokens_per_block, *shape)
-        if self.is_native:
-            return NativePool(*sizes, self._dtype)
-        return ReferencePool(*sizes, self._dtype, self._device)
+        size = (self.num_blocks, self.tokens_per_block, shape, self._dtype)
+        return NativePool(*size) if self.is_native else ReferencePool(*size, self._device)

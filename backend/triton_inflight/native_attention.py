@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch  # before _native: the kernels run on the threads of torch's OpenMP runtime
 
 from triton_inflight import _native
+from triton_inflight.kv_shape import KVShape
 
 CELL_MULTIPLE = 16
 """``tokens_per_block`` must be a multiple of this."""
@@ -39,8 +40,7 @@ class NativePool:
     Args:
         num_blocks: blocks of the store.
         tokens_per_block: cells of a block, a multiple of 16.
-        heads: key heads.
-        key_width, value_width: numbers per head and token.
+        shape: of a token's keys and values.
         dtype: float32 or bfloat16.
         isa: version of the kernels; by default the fastest, or that of ``TRITON_INFLIGHT_ISA``.
 
@@ -52,17 +52,12 @@ class NativePool:
         self,
         num_blocks: int,
         tokens_per_block: int,
-        heads: int,
-        key_width: int,
-        value_width: int,
+        shape: KVShape,
         dtype: torch.dtype,
         isa: _native.Isa | None = None,
     ) -> None:
-        self.layout = _native.PoolLayout(
-            num_blocks, tokens_per_block, heads, key_width, value_width, _is_bf16(dtype)
-        )
+        self.layout = _native.PoolLayout(num_blocks, tokens_per_block, *shape, _is_bf16(dtype))
         self.isa = _native.chosen_isa() if isa is None else isa
-        self._value_width = value_width
         self.data = _zeros(num_blocks, self.layout.block_size, dtype)
         self.address = self.data.data_ptr()
 
@@ -133,7 +128,7 @@ class NativePool:
             sinks = sinks.to(torch.float32).contiguous()
             if sinks.shape != (query_heads,):
                 raise ValueError(f"sinks have the shape {tuple(sinks.shape)}, must be ({query_heads},)")
-        out = torch.empty(tokens, query_heads, self._value_width, dtype=query.dtype)
+        out = torch.empty(tokens, query_heads, self.layout.value_width, dtype=query.dtype)
         _native.paged_attention(
             plan,
             self.layout,

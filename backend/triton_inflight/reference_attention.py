@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import torch
 
+from triton_inflight.kv_shape import KVShape
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -48,8 +50,7 @@ class ReferencePool:
     Args:
         num_blocks: blocks of the store.
         tokens_per_block: cells of a block.
-        heads: key heads.
-        key_width, value_width: numbers per head and token.
+        shape: of a token's keys and values.
         dtype, device: of keys and values.
     """
 
@@ -57,15 +58,13 @@ class ReferencePool:
         self,
         num_blocks: int,
         tokens_per_block: int,
-        heads: int,
-        key_width: int,
-        value_width: int,
+        shape: KVShape,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks, tokens_per_block, heads)
-        self.keys = torch.zeros((*shape, key_width), dtype=dtype, device=device)
-        self.values = torch.zeros((*shape, value_width), dtype=dtype, device=device)
+        cells = (num_blocks, tokens_per_block, shape.heads)
+        self.keys = torch.zeros((*cells, shape.key_width), dtype=dtype, device=device)
+        self.values = torch.zeros((*cells, shape.value_width), dtype=dtype, device=device)
 
     @property
     def bytes_per_token(self) -> int:
