@@ -359,8 +359,12 @@ def test_a_newcomer_joins_who_is_running_or_waits(server: TritonServer, traces: 
         assert newcomer.result()["status"] == 200
     running.leave()
     steps = _settled_trace(server, scheduler, path).steps[first_step:]
-    shared = [step for step in steps if len(step.rows) == 2]
-    assert len(shared) == (5 if scheduler == "iterative" else 0)
+    first, second = dict.fromkeys(run.sequence_id for step in steps for run in step.rows)
+    turns = {
+        i: [s.number for s in steps if any(run.sequence_id == i for run in s.rows)] for i in (first, second)
+    }
+    assert len(turns[second]) == 5
+    assert (turns[second][0] < turns[first][-1]) == (scheduler == "iterative")
     assert len(steps) < 7900, (
         "a client that left within a long trip was noticed, and what ran till then was traced"
     )
