@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
+from triton_inflight.outbox import Outbox
 from triton_inflight.outputs import Tensor
 from triton_inflight.settings import Settings, auto_complete
 from triton_inflight.slots import RECLAIMING, Slots
@@ -82,9 +83,12 @@ class TritonPythonModel:
             self._settings, engine.store, args["model_instance_name"], args["model_version"]
         )
         metrics = Metrics(_MetricMaker(common))
+        self._outbox = Outbox()
         self._slots = Slots(_StartSender(args["model_name"], int(args["model_version"])))
         self._holds_back = self._settings.scheduler == "iterative" and self._settings.decoupled
-        self._lifecycle = make_lifecycle(self._settings, engine, defaults, metrics, self._slots.reclaim)
+        self._lifecycle = make_lifecycle(
+            self._settings, engine, defaults, metrics, self._slots.reclaim, self._outbox.flush
+        )
         keep_out_of_collections()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
@@ -95,8 +99,10 @@ class TritonPythonModel:
         """
         self._slots.trip_begins()
         slots = self._slots if self._holds_back else None
-        carriers = [_Carrier(request, self._settings, slots) for request in requests]
-        self._lifecycle.trip([c for c in carriers if c.is_readable() and not c.is_reclaiming()])
+        carriers = [_Carrier(request, self._settings, self._outbox, slots) for request in requests]
+        readable = [c for c in carriers if c.is_readable() and not c.is_reclaiming()]
+        self._outbox.flush()
+        self._lifecycle.trip(readable)
         self._slots.trip_ended(len(carriers), next_is_near=any(carrier.goes_on for carrier in carriers))
         return None if self._settings.decoupled else [carrier.sender.response for carrier in carriers]
 
@@ -107,6 +113,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Unload."""
         self._lifecycle.close()
+        self._outbox.close()
         self._slots.close()
 
 
@@ -114,10 +121,11 @@ class _Carrier:
     """A request on one trip; see ``lifecycle.Carrier``.
 
     Args:
+        outbox: what sends responses.
         slots: what sends final responses later; None sends them at once.
     """
 
-    def __init__(self, request: Any, settings: Settings, slots: Slots | None) -> None:
+    def __init__(self, request: Any, settings: Settings, outbox: Outbox, slots: Slots | None) -> None:
         self._request = request
         self._ready_control = settings.ready_control
         flags = request.flags()
@@ -128,6 +136,7 @@ class _Carrier:
         self.correlation_id: int | str = 0
         self.identity = ("", "")
         self.goes_on = False
+        self._outbox = outbox
         self._slots = None if self.ends else slots  # with END, Triton gives the slot back in any case
 
     def is_readable(self) -> bool:
@@ -178,28 +187,30 @@ class _Carrier:
         return bool(self._request.is_cancelled())
 
     def send(self, tensors: Mapping[str, Tensor], final: bool) -> None:
-        response = pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, value) for name, value in tensors.items()]
-        )
         if final:
-            self._send_final(response)
+            self._send_final(functools.partial(_response, tensors))
         else:
-            self.sender.send(response, 0)
+            self._outbox.post(id(self), lambda: self.sender.send(_response(tensors), 0))
 
     def refuse(self, error: RequestError) -> None:
         triton_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
-        self._send_final(pb_utils.InferenceResponse(error=triton_error))
+        self._send_final(lambda: pb_utils.InferenceResponse(error=triton_error))
 
-    def _send_final(self, response: Any) -> None:
-        final = functools.partial(self.sender.send, response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    def _send_final(self, make_response: Callable[[], Any]) -> None:
+        sender, flag = self.sender, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        final = lambda: sender.send(make_response(), flag)  # noqa: E731
         if self._slots is None:
-            final()
+            self._outbox.post(id(self), final)
         else:
             self._slots.hold_back(self.correlation_id, self.sender, final)
 
     def reschedule(self) -> None:
         self.goes_on = True
         self._request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+
+
+def _response(tensors: Mapping[str, Tensor]) -> Any:
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()])
 
 
 class _UnarySender:

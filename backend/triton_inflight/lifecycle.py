@@ -70,10 +70,10 @@ class Carrier(Protocol):
         """Whether its client is gone, as far as Triton knows."""
 
     def send(self, tensors: Mapping[str, Tensor], final: bool) -> None:
-        """Send a response."""
+        """Send a response, with the next flush."""
 
     def refuse(self, error: RequestError) -> None:
-        """Send an error as the final response."""
+        """Send an error as the final response, with the next flush."""
 
     def reschedule(self) -> None:
         """Give the request back to Triton for another trip. Otherwise it is released for good."""
@@ -106,6 +106,7 @@ class Lifecycle:
         defaults: what requests get where they say nothing.
         metrics: where to note what happens.
         reclaim: told the correlation ID of a sequence that Triton has dropped between two trips.
+        flush: has the responses sent that carriers were given; called once for all of a step.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class Lifecycle:
         defaults: Mapping[str, Any],
         metrics: Metrics,
         reclaim: Callable[[int | str], None] = lambda _: None,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         self._reclaim = reclaim
+        self._flush = flush
         self._settings = settings
         self._engine = engine
         self._defaults = defaults
@@ -151,6 +154,7 @@ class Lifecycle:
             for visit in trip.values():
                 if not visit.answered:
                     self._give_back(visit.carrier)
+            self._flush()
             self._trip_ends(started, forward_seconds)
 
     def is_ready(self) -> bool:
@@ -308,6 +312,7 @@ class Lifecycle:
             self._metrics.step(step)
             self._deliver(trip, step.updates)
             self._bound_queue(trip)
+            self._flush()
             if step.num_sequences == 0:
                 self._refuse_stuck(trip)
                 break
@@ -317,13 +322,13 @@ class Lifecycle:
         """Whether a further step of this trip keeps nobody waiting longer than ``max_trip_ms``.
 
         A request that sets END cannot come back, so it keeps the trip going. Else the trip ends when a slot has
-        become free. While every slot is taken, nobody can join; else somebody may be waiting to.
+        become free. While all who have a slot are here, nobody can join; else somebody may be waiting to.
         """
         if any(visit.open and visit.carrier.ends for visit in trip.values()):
             return True
         if steps >= self._settings.max_steps_per_execute or not all(visit.open for visit in trip.values()):
             return False
-        full = len(trip) >= self._settings.max_batch_size
+        full = len(trip) >= self._settings.max_candidate_sequences
         return full or time.monotonic() - started < self._settings.max_trip_ms / 1000
 
     def _level(self) -> None:

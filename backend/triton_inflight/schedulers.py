@@ -109,9 +109,15 @@ class Decoupled(_WithoutSequences):
     """No batcher: Triton hands over each request as it comes, and the engine steps in a thread of its own."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, defaults: Mapping[str, Any], metrics: Metrics
+        self,
+        settings: Settings,
+        engine: Engine,
+        defaults: Mapping[str, Any],
+        metrics: Metrics,
+        reclaim: Callable[[int | str], None],
+        flush: Callable[[], None],
     ) -> None:
-        super().__init__(settings, engine, defaults, metrics)
+        super().__init__(settings, engine, defaults, metrics, reclaim, flush)
         self._arrived: list[Carrier] = []
         self._news = threading.Condition()
         self._closing = False
@@ -159,6 +165,7 @@ class Decoupled(_WithoutSequences):
                 del trip[sequence_id]
                 if not visit.answered:
                     self._give_back(visit.carrier)
+        self._flush()
         self._trip_ends(started, forward_seconds)
 
     def _one_more(self, trip: Trip, steps: int, started: float) -> bool:  # noqa: ARG002
@@ -171,13 +178,13 @@ def make_lifecycle(
     defaults: Mapping[str, Any],
     metrics: Metrics,
     reclaim: Callable[[int | str], None],
+    flush: Callable[[], None],
 ) -> Lifecycle:
     """The lifecycle of the scheduler that the settings name; see ``Lifecycle``."""
-    if settings.scheduler == "iterative":
-        return Lifecycle(settings, engine, defaults, metrics, reclaim)
     kinds: dict[str, type[Lifecycle]] = {
+        "iterative": Lifecycle,
         "sequence": ClientDriven,
         "dynamic": Dynamic,
         "decoupled": Decoupled,
     }
-    return kinds[settings.scheduler](settings, engine, defaults, metrics)
+    return kinds[settings.scheduler](settings, engine, defaults, metrics, reclaim, flush)

@@ -29,6 +29,7 @@ from triton_inflight.triton_config import (
     instances_of,
     ready_control_of,
     scheduler_of,
+    slots_of,
 )
 from triton_inflight.values import read_value
 
@@ -51,6 +52,7 @@ class Settings:
 
     The fields up to ``outputs`` are Triton's own settings; the rest are described in PARAMETERS.
     ``device`` is a torch device; where ``instances`` spread over several GPUs, it names the first of them.
+    ``max_candidate_sequences`` are Triton's slots, ``max_batch_size`` of them if 0.
     ``ready_control`` is the name of Triton's READY control tensor, if one is declared; ``max_sequence_idle`` the
     seconds that a sequence may wait.
     ``max_running_sequences`` of 0 becomes ``max_batch_size``, and 32 where that is 0, too. ``defaults`` are what
@@ -65,6 +67,7 @@ class Settings:
     model_directory: Path | None = None
     scheduler: Scheduler = "iterative"
     max_batch_size: int = 32
+    max_candidate_sequences: int = 0
     decoupled: bool = True
     device: str = "cpu"
     instances: Instances = field(default_factory=Instances)
@@ -92,7 +95,7 @@ class Settings:
     max_running_sequences: int = 0
     max_queue_size: int = 0
     enable_kv_cache_reuse: bool = True
-    max_steps_per_execute: int = 8
+    max_steps_per_execute: int = 32
     max_trip_ms: int = 20
     max_tokens_in_one_trip: int = 256
     log_plans: bool = False
@@ -103,6 +106,8 @@ class Settings:
         conflicts = _conflicts(self)
         if conflicts:
             raise SettingsError(_message(conflicts))
+        if self.max_candidate_sequences == 0:
+            object.__setattr__(self, "max_candidate_sequences", self.max_batch_size)
         if self.max_running_sequences == 0:
             object.__setattr__(self, "max_running_sequences", self.max_batch_size or _UNBATCHED_SEQUENCES)
 
@@ -141,6 +146,7 @@ def examine(config: Config, model_directory: Path | None = None) -> tuple[Settin
         "model_directory": model_directory,
         "scheduler": scheduler_of(config),
         "max_batch_size": config.get("max_batch_size", 0),
+        "max_candidate_sequences": slots_of(config),
         "decoupled": bool(config.get("model_transaction_policy", {}).get("decoupled")),
         "device": instances_of(config).device,
         "instances": instances_of(config),
@@ -313,7 +319,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("enable_kv_cache_reuse", kinds.boolean(), "Share the blocks of prompts that begin alike."),
     Parameter(
         "max_steps_per_execute",
-        kinds.integer(1, 1024, 8),
+        kinds.integer(1, 1024, 32),
         "Most steps in one trip through Triton. It ends earlier when a slot becomes free, and after max_trip_ms "
         "while not all slots are taken.",
     ),

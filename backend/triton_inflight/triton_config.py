@@ -80,6 +80,12 @@ def ready_control_of(config: Config) -> str | None:
     return name
 
 
+def slots_of(config: Config) -> int:
+    """Sequences that Triton lets in at a time, as far as the config says; 0 if it does not."""
+    oldest: Config = config.get("sequence_batching", {}).get("oldest", {})
+    return int(oldest.get("max_candidate_sequences", 0))
+
+
 def idle_seconds_of(config: Config) -> float:
     """How long Triton lets a sequence wait."""
     batching = config.get("sequence_batching", {})
