@@ -3,8 +3,8 @@
     python tutorials/recompute_baseline/measure.py --sequences 1 --output-tokens 1 16 64 256
 
 Both are iterative models, each alone on a real tritonserver, with the same weights, prompts and dtype. All sequences
-of a round start at once; every token is a response. Output tokens per second count from the first request to the last
-token.
+of a round start at once, and their tokens are streamed. Output tokens per second count from the first request to the
+last token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tokens_per_second(
         for ids in prompts
     ]
     _, events = stream_all(server.grpc_url, model, requests)
-    assert all(len(responses) == output_tokens for responses in events), "each token is a response"
+    assert all(events), "the last token is always a response"
     return len(prompts) * output_tokens / max(responses[-1].time for responses in events)
 
 
