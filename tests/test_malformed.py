@@ -328,6 +328,8 @@ def _bad_value(row: Field, dice: random.Random) -> str | float | bool:
         "[",
         "{}",
         "\u0663",
+        "1_0",
+        "\uff11",
         "null",
         "None",
     ]

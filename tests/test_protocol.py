@@ -105,6 +105,43 @@ def test_numbers_come_as_numbers_or_text(value: object, expected: float) -> None
     assert parse(max_time=np.array([[expected]], dtype=np.float32)).max_time == expected
 
 
+_NUMERIC = [(field.name, field.kind) for field in FIELDS if field.kind in ("int", "float", "ints", "bias")]
+_NO_NUMBERS = [
+    "\u0661",
+    "\uff11",
+    "1\u0660",
+    "\u00b2",
+    "1_0",
+    "0_1",
+    "1__0",
+    "\u20031",
+    "1\u00a0",
+    "1\x0b",
+    "\u22121",
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), _NUMERIC)
+@pytest.mark.parametrize("text", _NO_NUMBERS)
+def test_numbers_in_text_are_decimal_and_ascii(name: str, kind: str, text: str) -> None:
+    """Python reads digits of other scripts, underscores between digits and blanks of any kind as numbers too."""
+    values: dict[str, list[object]] = {
+        "int": [text],
+        "float": [text, f"{text}.0", f"1e{text}"],
+        "ints": [text, json.dumps([text]), f"[{text}]"],
+        "bias": [{text: 1}, {"1": text}, json.dumps({text: 1}), json.dumps({"1": text})],
+    }
+    prompt = {"text_input": None} if name == "input_ids" else {}
+    for value in values[kind]:
+        assert name in refusal({name: value}, **prompt)
+        assert name in refusal(json_parameters(**{name: value}), **prompt)
+
+
+def test_a_neutral_number_in_text_is_decimal_and_ascii() -> None:
+    parse({"beam_width": " 1.0 "})
+    assert "beam_width" in refusal({"beam_width": "\u0661"})
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
 def test_integer_tensors_of_any_width_are_taken(dtype: type) -> None:
     assert parse(max_tokens=np.array([[9]], dtype=dtype)).max_tokens == 9

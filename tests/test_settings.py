@@ -174,6 +174,8 @@ def test_sizes_of_the_store(text: str, size: int) -> None:
         ("default_max_tokens", "0"),
         ("max_time", "0"),
         ("max_time", "nan"),
+        ("max_time", "1_0"),
+        ("max_time", "\u0661"),
         ("max_time", "inf"),
         ("cancellation_check_period_ms", "10001"),
         ("batch_scheduler_policy", "guaranteed"),

@@ -65,6 +65,7 @@ def seconds(highest: int) -> Kind:
     """A number of seconds above 0."""
 
     def parse(text: str) -> float:
+        _require(text.isascii() and "_" not in text)  # float() takes digits of any script, and underscores
         _require(0 < float(text) <= highest)  # not so for nan
         return float(text)
 

@@ -29,7 +29,7 @@ from triton_inflight.fields import (
 )
 from triton_inflight.outputs import OUTPUTS, Result, output_tensors
 from triton_inflight.sampling_params import GREEDY_BELOW, SamplingParams
-from triton_inflight.values import read_tensor, read_value, show
+from triton_inflight.values import number_in_text, read_tensor, read_value, show
 
 if TYPE_CHECKING:
     from triton_inflight.settings import Settings
@@ -294,15 +294,12 @@ def _refuse_foreign(foreign: Foreign, name: str, value: object) -> None:
 def _is_neutral(neutral: Iterable[object], value: object) -> bool:
     if value is None or value in ("", b""):
         return True
-    return value in neutral or (isinstance(value, str) and _number_in_text(value) in neutral)
+    return value in neutral or (isinstance(value, str) and _number(value) in neutral)
 
 
-def _number_in_text(text: str) -> float | None:
+def _number(text: str) -> float | None:
     """Also of "true" and "false", which are 1 and 0."""
-    try:
-        return float({"true": "1", "false": "0"}.get(text.strip().lower(), text))
-    except ValueError:
-        return None
+    return number_in_text({"true": "1", "false": "0"}.get(text.strip().lower(), text))
 
 
 # -- what the values mean together --------------------------------------------------------------------------

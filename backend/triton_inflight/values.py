@@ -27,6 +27,8 @@ _NUMPY_KINDS: dict[Kind, str] = {
     "messages": "OSU",
 }
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_BLANKS = " \t\r\n"  # around a number or a boolean in text
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -95,6 +97,12 @@ def read_value(field: Field, name: str, value: object, *, list_as_text: bool = F
             return _messages(field, name, value)
 
 
+def number_in_text(text: str) -> float | None:
+    """A decimal number in ASCII: Python itself would read digits of any script, and underscores between them."""
+    text = text.strip(_BLANKS)
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
 def show(value: object) -> str:
     """A value for a message, cut short. repr() escapes what cannot be sent as UTF-8."""
     if isinstance(value, bytes):
@@ -130,7 +138,7 @@ def _as_int(value: object) -> int | None:
         return int(value)
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
-    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip(_BLANKS)):
         return int(value)
     return None
 
@@ -140,10 +148,10 @@ def _as_float(value: object) -> float | None:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number, str)):
         return None
     try:
-        number = float(value)
-    except (ValueError, OverflowError):
+        number = number_in_text(value) if isinstance(value, str) else float(value)
+    except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _as_bool(value: object) -> bool | None:
@@ -152,7 +160,7 @@ def _as_bool(value: object) -> bool | None:
     if isinstance(value, int) and value in (0, 1):
         return value == 1
     if isinstance(value, str):
-        return _BOOLEANS.get(value.strip().lower())
+        return _BOOLEANS.get(value.strip(_BLANKS).lower())
     return None
 
 
