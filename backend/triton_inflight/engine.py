@@ -196,14 +196,17 @@ class Engine:
             updates = [self._fail(i, error) for i in {run.sequence.sequence_id for run in plan.runs}]
         if self.tracer is not None:
             self.tracer.step_ends(updates, len(self._live))
+        forward_seconds = time.perf_counter() - started
+        prefills = sum(run.count for run in plan.runs) - decodes
+        self._planner.observe(forward_seconds, decodes, prefills)
         return Step(
             updates,
             num_sequences=len(plan.runs),
-            num_prefill_tokens=sum(run.count for run in plan.runs) - decodes,
+            num_prefill_tokens=prefills,
             num_decode_tokens=decodes,
             num_preempted=len(plan.preempted),
             num_prefix_hit_tokens=plan.num_prefix_hit_tokens,
-            forward_seconds=time.perf_counter() - started,
+            forward_seconds=forward_seconds,
         )
 
     def _forward(self, plan: Plan) -> list[Update]:

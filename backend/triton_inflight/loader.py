@@ -18,6 +18,7 @@ from triton_inflight.errors import ModelError
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.memory import resident_bytes, return_freed_memory
+from triton_inflight.pace import Pace
 from triton_inflight.packing import pack
 from triton_inflight.planner import Planner
 from triton_inflight.protocol import model_defaults
@@ -81,7 +82,11 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
         (resident_bytes() - resident) / 2**20,
     )  # fmt: skip
     planner = Planner(
-        store, settings.max_num_tokens, settings.max_running_sequences, settings.batch_scheduler_policy
+        store,
+        settings.max_num_tokens,
+        settings.max_running_sequences,
+        settings.batch_scheduler_policy,
+        Pace(settings.max_step_stretch),
     )
     engine = Engine(
         Runner(model),

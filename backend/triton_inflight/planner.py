@@ -14,6 +14,7 @@ import numpy as np
 
 from triton_inflight.admission import future_peak
 from triton_inflight.kv_store import KVStore
+from triton_inflight.pace import Pace
 from triton_inflight.sequence import Sequence
 from triton_inflight.settings import BatchSchedulerPolicy
 
@@ -92,6 +93,7 @@ class Planner:
         max_num_tokens: token budget of a step.
         max_running_sequences: most sequences that hold blocks, and so run, at a time.
         policy: ``max_utilization`` or ``guaranteed_no_evict``.
+        pace: bounds the tokens of prompts in a step in which others decode; no bound if None.
     """
 
     def __init__(
@@ -100,10 +102,12 @@ class Planner:
         max_num_tokens: int,
         max_running_sequences: int,
         policy: BatchSchedulerPolicy = "max_utilization",
+        pace: Pace | None = None,
     ) -> None:
         self._store = store
         self._max_num_tokens = max_num_tokens
         self.max_running_sequences = max_running_sequences
+        self._pace = pace
         self._evicts = policy == "max_utilization"
 
     def plan(self, offered: Collection[Sequence], live: Iterable[Sequence]) -> Plan:
@@ -113,7 +117,7 @@ class Planner:
             offered: the unfinished sequences of this trip.
             live: every unfinished sequence; any of them may have to give its blocks back.
         """
-        draft = _Draft(sorted((s for s in live if s.num_computed), key=_precedence), self._max_num_tokens)
+        draft = _Draft(sorted((s for s in live if s.num_computed), key=_precedence), self._budget(offered))
         turns = sorted(offered, key=_turn)
         held_back = set() if self._evicts else self._held_back(turns, draft)
         admitting = True
@@ -132,6 +136,19 @@ class Planner:
                 draft.budget -= count
         runs = [Run(sequence, count) for sequence, count in draft.counts.items()]
         return Plan(runs, draft.copies, draft.preempted, draft.num_prefix_hit_tokens)
+
+    def observe(self, seconds: float, num_decode_tokens: int, num_prefill_tokens: int) -> None:
+        """Learn from a step how long they take."""
+        if self._pace is not None:
+            self._pace.observe(seconds, num_decode_tokens, num_prefill_tokens)
+
+    def _budget(self, offered: Collection[Sequence]) -> int:
+        """Most tokens of a step."""
+        if self._pace is None:
+            return self._max_num_tokens
+        decodes = sum(sequence.num_computed > 0 and sequence.num_pending == 1 for sequence in offered)
+        allowed = self._pace.allowed(decodes)
+        return self._max_num_tokens if allowed is None else min(self._max_num_tokens, decodes + allowed)
 
     def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Give a newcomer what is cached of its prompt and cells for the rest, if there is room for both."""

@@ -82,6 +82,7 @@ class Settings:
     kv_cache_bytes: int | None = None
     tokens_per_block: int = 32
     max_num_tokens: int = 512
+    max_step_stretch: int = 3
     max_seq_len: int | None = None
     trust_remote_code: bool = False
     ignored_parameters: tuple[str, ...] = ()
@@ -258,6 +259,12 @@ PARAMETERS: tuple[Parameter, ...] = (
         "max_num_tokens",
         kinds.integer(1, LARGEST, 512),
         "Most tokens in one step; longer prompts are read in pieces between the tokens of others.",
+    ),
+    Parameter(
+        "max_step_stretch",
+        kinds.integer(0, 1000, 3),
+        "About how many times as long a step may take for the prompts in it, while others generate; what their "
+        "tokens cost is measured as they run. More: prompts are through sooner, streams stall for longer. 0: no bound.",
     ),
     Parameter(
         "max_seq_len",
