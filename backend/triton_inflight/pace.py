@@ -57,11 +57,12 @@ class Pace:
 
     def _expected(self, num_decodes: int) -> float:
         """Seconds of a step of so many sequences that decode, without prompts."""
-        mean_n, mean_nn, mean_t, mean_nt = (self._sums[1:] / self._sums[0]).tolist()
+        means: list[float] = (self._sums[1:] / self._sums[0]).tolist()
+        mean_n, mean_nn, mean_t, mean_nt = means
         variance = mean_nn - mean_n**2
         covariance = mean_nt - mean_n * mean_t
         slope = max(
             covariance / (variance + 1.0), 0.0
         )  # the 1 keeps noise from tilting a line through one point
-        expected: float = mean_t + slope * (num_decodes - mean_n)
+        expected = mean_t + slope * (num_decodes - mean_n)
         return max(expected, mean_t / _OUTLIER)
