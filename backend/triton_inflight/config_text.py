@@ -19,6 +19,7 @@ _CACHE_TOKENS_PER_SEQUENCE = 1024
 # A client that drives its sequence may fall silent; its slot and its blocks are held for so long.
 _CLIENT_DRIVEN_IDLE = 600_000_000
 _FILL_DELAY = 10_000  # microseconds
+_QUEUE_SIZE = 65_536  # more than anybody waits for
 
 
 def config_text(
@@ -59,6 +60,7 @@ def config_text(
             short_idle=_CLIENT_DRIVEN_IDLE,
             minutes=_CLIENT_DRIVEN_IDLE // 60_000_000,
             delay=_FILL_DELAY,
+            queue_size=_QUEUE_SIZE,
             milliseconds=_FILL_DELAY // 1000,
             controls=_CONTROLS,
         ),
@@ -145,8 +147,13 @@ sequence_batching {{
 }}""",
     "dynamic": _SLOTS
     + """
-# The first request of a batch waits {milliseconds} ms for others: little beside the seconds that a batch runs.
-dynamic_batching {{ max_queue_delay_microseconds: {delay} }}""",
+dynamic_batching {{
+  # The first request of a batch waits {milliseconds} ms for others: little beside the seconds that a batch runs.
+  max_queue_delay_microseconds: {delay}
+  # Only with a bounded queue does Triton form the next batch when the model is free, of all that wait by then. Else
+  # it forms it while the model runs, of the few that have come.
+  default_queue_policy {{ max_queue_size: {queue_size} }}
+}}""",
     "sequence": _SLOTS
     + """
 sequence_batching {{
