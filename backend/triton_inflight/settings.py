@@ -97,7 +97,7 @@ class Settings:
     max_queue_size: int = 0
     enable_kv_cache_reuse: bool = True
     max_steps_per_execute: int = 32
-    max_trip_ms: int = 20
+    max_trip_ms: int = 40
     max_tokens_in_one_trip: int = 256
     log_plans: bool = False
     trace_directory: str | None = None
@@ -332,7 +332,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "max_trip_ms",
-        kinds.integer(0, 10_000, 20),
+        kinds.integer(0, 10_000, 40),
         "Milliseconds after which no further step begins in a trip that a new request could join.",
     ),
     Parameter(
