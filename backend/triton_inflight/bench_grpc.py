@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from triton_inflight.bench_sse import Event, StreamError
 
-_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def stream_all(
@@ -30,12 +30,13 @@ def stream_all(
         StreamError: the server sent an error.
     """
     messages = [
-        _message(model, str(number), fields).SerializeToString() for number, fields in enumerate(requests)
+        infer_message(model, str(number), fields).SerializeToString()
+        for number, fields in enumerate(requests)
     ]
     with grpc.insecure_channel(url) as channel:
         grpc.channel_ready_future(channel).result(timeout=timeout)
         # Without serializers, bytes go in and come out.
-        call = channel.stream_stream(_METHOD)
+        call = channel.stream_stream(METHOD)
         start = time.perf_counter()
         try:
             received = [(time.perf_counter() - start, data) for data in call(iter(messages), timeout=timeout)]
@@ -51,10 +52,17 @@ def stream_all(
     return [0.0] * len(messages), events
 
 
-def _message(model: str, request_id: str, fields: Mapping[str, Any]) -> Any:
+def infer_message(
+    model: str, request_id: str, fields: Mapping[str, Any], text: str = "", batched: bool = True
+) -> Any:
+    """A request of the inference protocol: ``text_input`` and request parameters.
+
+    Args:
+        batched: the model has a batch dimension (max_batch_size above 0).
+    """
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    tensor = message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
-    tensor.contents.bytes_contents.append(b"")
+    tensor = message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1] if batched else [1])
+    tensor.contents.bytes_contents.append(text.encode())
     for name, value in fields.items():
         parameter = message.parameters[name]
         if isinstance(value, bool):

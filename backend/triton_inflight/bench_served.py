@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-import psutil
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -20,6 +18,7 @@ from triton_inflight.bench_sse import Event, StreamError
 from triton_inflight.bench_work import Workload
 from triton_inflight.errors import InflightError, SettingsError
 from triton_inflight.launcher import TritonServer
+from triton_inflight.processes import cpu_seconds
 from triton_inflight.scaffold import read_config
 from triton_inflight.scrape import Samples, scrape
 from triton_inflight.settings import Settings, completed
@@ -163,14 +162,14 @@ class CpuAccount:
         self.client = self.server = 0.0
 
     def __enter__(self) -> CpuAccount:
-        self._before = time.process_time(), tree_cpu_seconds(self._pid)
+        self._before = time.process_time(), cpu_seconds(self._pid)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client = time.process_time() - self._before[0]
-        self.server = tree_cpu_seconds(self._pid) - self._before[1]
+        self.server = cpu_seconds(self._pid) - self._before[1]
 
 
 def round_of(
@@ -186,14 +185,3 @@ def round_of(
     tokens = [[workload.output_tokens / len(stream)] * len(stream) for stream in events]
     arrivals = [[event.time for event in stream] for stream in events]
     return Round(sent, arrivals, tokens, account.client, account.server)
-
-
-def tree_cpu_seconds(pid: int) -> float:
-    """CPU time so far of a process and its descendants."""
-    total = 0.0
-    root = psutil.Process(pid)
-    for process in (root, *root.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from triton_inflight import bench, commands, scaffold, top
+from triton_inflight import bench, commands, compare_command, scaffold, top
 from triton_inflight.errors import InflightError
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def install(
 app.command()(commands.generate)
 app.command()(commands.demo)
 app.command()(bench.bench)
+app.command()(compare_command.compare)
 app.command()(top.top)
 app.command()(scaffold.init)
 app.command()(scaffold.check)

@@ -15,8 +15,8 @@ from peers import install
 from peers.processes import PeerError, PeerProcess, own_environment
 
 from triton_inflight.bench_rounds import Figures, Round
-from triton_inflight.bench_served import tree_cpu_seconds
 from triton_inflight.bench_work import Workload
+from triton_inflight.processes import cpu_seconds
 
 HERE = Path(__file__).parent
 
@@ -74,11 +74,11 @@ class ChildEngine:
         """Run a round while all other contenders are paused."""
         assert self._process.process.stdin is not None
         self._process.resume()
-        before = tree_cpu_seconds(self._process.process.pid)
+        before = cpu_seconds(self._process.process.pid)
         task = {"prompts": prompts, "output_tokens": workload.output_tokens}
         print(json.dumps(task), file=self._process.process.stdin, flush=True)
         answer = self._read()
-        cpu = tree_cpu_seconds(self._process.process.pid) - before
+        cpu = cpu_seconds(self._process.process.pid) - before
         self._process.pause()
         measured = Round([0.0] * len(prompts), answer["arrivals"], answer["tokens"], client_cpu=cpu)
         if any(sum(counts) != workload.output_tokens for counts in measured.tokens):

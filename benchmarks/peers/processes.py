@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from triton_inflight.processes import pause, resume, tree
+
 
 class PeerError(Exception):
     """A peer is not installed, does not start, or fails; the message says why."""
@@ -78,26 +80,3 @@ class PeerProcess:
         """The error for a process that did not do what it should, with the end of its log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return PeerError(f"{what}; the end of {self.log}:\n" + "\n".join(lines[-15:]))
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    """A process and its descendants; none if it is gone."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def pause(pid: int) -> None:
-    """Keep a process and its descendants from running: even idle, some engines wait by spinning."""
-    for process in tree(pid):
-        with contextlib.suppress(psutil.Error):
-            process.suspend()
-
-
-def resume(pid: int) -> None:
-    """Let them run again."""
-    for process in tree(pid):
-        with contextlib.suppress(psutil.Error):
-            process.resume()

@@ -14,13 +14,14 @@ from typing import Any
 
 from peers import install
 from peers.engines import Comparison, Contender, cores
-from peers.processes import PeerError, PeerProcess, pause, resume
+from peers.processes import PeerError, PeerProcess
 
 from triton_inflight import bench_sse
 from triton_inflight.bench_rounds import Figures
 from triton_inflight.bench_served import CpuAccount, ServedModel, copy_model, round_of
 from triton_inflight.bench_sse import Event
 from triton_inflight.bench_work import Workload
+from triton_inflight.processes import pause, resume
 from triton_inflight.server_options import choose_ports
 
 _HOST = "127.0.0.1"
