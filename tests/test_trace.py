@@ -317,9 +317,13 @@ def _drive(server: TritonServer) -> list[tuple[int, int]]:
     return [(len(SECRET) * (i + 1), 5) for i in range(3)]
 
 
-def _settled_trace(server: TritonServer, scheduler: str, path: Path) -> Trace:
-    """The trace while the server runs, once it tells of the end of all sequences."""
-    settled(server, lambda s: s.value("inflight_sequences", model=scheduler) == 0)
+def _ended(trace: Trace) -> set[int]:
+    return {hold.sequence_id for hold in trace.holds if hold.end_seconds is not None}
+
+
+def _settled_trace(server: TritonServer, path: Path, sequences: int) -> Trace:
+    """The trace while the server runs, once it tells of the end of so many sequences."""
+    settled(server, lambda _: len(_ended(read_trace(path))) >= sequences)
     settled(server, lambda _: [used for _, used in read_trace(path).blocks_used][-1:] == [0])
     return read_trace(path)
 
@@ -329,7 +333,7 @@ def _settled_trace(server: TritonServer, scheduler: str, path: Path) -> Trace:
 def test_each_scheduler_traces_what_clients_got(server: TritonServer, traces: Path, scheduler: str) -> None:
     path = traces / f"{scheduler}.json"
     expected = _drive(server) if scheduler == "sequence" else _load(server, scheduler)
-    trace = _settled_trace(server, scheduler, path)
+    trace = _settled_trace(server, path, len(expected))
     assert (trace.model, trace.scheduler, trace.num_rows) == (scheduler, scheduler, SLOTS)
     check_rows(trace)
     check_steps(trace)
@@ -348,7 +352,7 @@ def test_each_scheduler_traces_what_clients_got(server: TritonServer, traces: Pa
 def test_a_newcomer_joins_who_is_running_or_waits(server: TritonServer, traces: Path, scheduler: str) -> None:
     """The difference that the pictures are drawn for."""
     path = traces / f"{scheduler}.json"
-    first_step = len(read_trace(path).steps)
+    first_step, ended = len(read_trace(path).steps), len(_ended(read_trace(path)))
     running = Disconnecting(server, scheduler, SECRET, max_tokens=8000)
     running.read_event()
     with ThreadPoolExecutor(1) as pool:
@@ -358,7 +362,7 @@ def test_a_newcomer_joins_who_is_running_or_waits(server: TritonServer, traces: 
             running.leave()
         assert newcomer.result()["status"] == 200
     running.leave()
-    steps = _settled_trace(server, scheduler, path).steps[first_step:]
+    steps = _settled_trace(server, path, ended + 2).steps[first_step:]
     first, second = dict.fromkeys(run.sequence_id for step in steps for run in step.rows)
     turns = {
         i: [s.number for s in steps if any(run.sequence_id == i for run in s.rows)] for i in (first, second)
