@@ -129,7 +129,7 @@ def compare(
         float | None,
         typer.Option(
             min=0.1,
-            help="How long requests keep coming in closed and open loops. Default: 8.",
+            help="How long requests keep coming in closed and open loops. Default: 6.",
             rich_help_panel=_HOW,
         ),
     ] = None,
@@ -173,7 +173,7 @@ def compare(
     for each scheduler.
 
     Without options, the small example model is asked for mixed lengths: by 32 clients that never rest, and at random
-    moments at 0.5 and 0.9 times the rate that iterative sequences can keep up. That takes some 7 minutes; leave the
+    moments at 0.5 and 0.9 times the rate that iterative sequences can keep up. That takes some 6 minutes; leave the
     machine alone meanwhile. The tables say what clients saw, and what the servers did.
 
     Examples:

@@ -48,7 +48,7 @@ class Comparison:
     mix: Mix | Path = DEFAULT_MIX
     loads: Sequence[Load] = DEFAULT_LOADS
     rounds: int = 3
-    seconds: float = 8.0
+    seconds: float = 6.0
     slots: int = SLOTS
     dtype: str | None = None
     changes: Mapping[str, str] = field(default_factory=dict)

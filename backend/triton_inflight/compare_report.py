@@ -17,11 +17,24 @@ if TYPE_CHECKING:
 
 Spreads = Mapping[str, Spread | None]
 
+_RATIOS = {
+    "output_tokens_per_second": "output tok/s",
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "itl_p50": "ITL p50",
+    "itl_p99": "ITL p99",
+    "e2e_p50": "end to end\np50",
+    "e2e_p99": "end to end\np99",
+    "server_cpu_ms_per_token": "server CPU\na token",
+}
+
 
 def report(results: Results) -> RenderableType:
-    """What clients saw, what the servers did, and the notes."""
-    notes = [f"[dim]{escape(note)}[/]" for note in results.notes]
-    return Group(_clients(results), _servers(results), *notes)
+    """What clients saw, what the servers did, the first scheduler over each other one, and the notes."""
+    tables = [_clients(results), _servers(results)]
+    if len(results.schedulers) > 1:
+        tables.append(_ratios(results))
+    return Group(*tables, *(f"[dim]{escape(note)}[/]" for note in results.notes))
 
 
 def _clients(results: Results) -> Table:
@@ -83,6 +96,25 @@ def _servers(results: Results) -> Table:
             _median(figures["server_cpu_ms_per_token"], ".2f"),
             _median(figures["equal_to_baseline"], ".0%"),
         )
+    return table
+
+
+def _ratios(results: Results) -> Table:
+    first, *others = results.schedulers
+    table = Table(
+        "load", title=f"{first} over the others, round by round (medians; low - high)", title_justify="left"
+    )
+    table.add_column("over", no_wrap=True)
+    for heading in _RATIOS.values():
+        table.add_column(heading, justify="right")
+    for load in results.loads:
+        for other in others:
+            spreads = [results.ratio(figure, first, other, load) for figure in _RATIOS]
+            table.add_row(
+                load.name if other == others[0] else "",
+                other,
+                *(_spread(spread, ".2f") for spread in spreads),
+            )
     return table
 
 
