@@ -19,6 +19,8 @@ _CACHE_TOKENS_PER_SEQUENCE = 1024
 # A client that drives its sequence may fall silent; its slot and its blocks are held for so long.
 _CLIENT_DRIVEN_IDLE = 600_000_000
 _FILL_DELAY = 10_000  # microseconds
+# Measured against none with steps of 15 to 25 ms: 5 to 18 % more tokens a second, with 6 clients and with 32.
+_GATHER_DELAY = 3_000
 _QUEUE_SIZE = 65_536  # more than anybody waits for
 
 
@@ -60,6 +62,8 @@ def config_text(
             short_idle=_CLIENT_DRIVEN_IDLE,
             minutes=_CLIENT_DRIVEN_IDLE // 60_000_000,
             delay=_FILL_DELAY,
+            gather=_GATHER_DELAY,
+            gather_ms=_GATHER_DELAY // 1000,
             queue_size=_QUEUE_SIZE,
             milliseconds=_FILL_DELAY // 1000,
             controls=_CONTROLS,
@@ -160,8 +164,14 @@ sequence_batching {{
   # A sequence whose client is silent for longer than this, {minutes} min, is dropped, and its slot and blocks are free.
   # The wait for a slot counts too.
   max_sequence_idle_microseconds: {short_idle}
-  # One slot for each sequence of a batch. No queue delay: each token would pay it.
-  oldest {{ max_candidate_sequences: {max_batch_size} }}
+  # One slot for each sequence of a batch. The first request of a batch waits {gather_ms} ms for those of other clients,
+  # which come back one by one: without, steps run with a part of the sequences, and all wait longer. Where a step
+  # takes no longer than that itself, wait less.
+  oldest {{
+    max_candidate_sequences: {max_batch_size}
+    preferred_batch_size: [ {max_batch_size} ]
+    max_queue_delay_microseconds: {gather}
+  }}
 {controls}
 }}""",
     "decoupled": """\

@@ -168,7 +168,8 @@ def _check_sequence_batching(config: Config, findings: Findings) -> None:
         )
     if "oldest" in batching:
         _check_oldest(batching["oldest"], config.get("max_batch_size", 0), findings)
-    _check_queue_delay(batching, findings)
+    if batching.get("iterative_sequence"):  # else the clients' requests come back one by one
+        _check_queue_delay(batching, findings)
 
 
 def _check_idle(idle: int, findings: Findings) -> None:
