@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard cpp_ext/*.cpp cpp_ext/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long lint format clean
+.PHONY: help install demo test test-long tutorial format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,10 @@ test: install  ## the whole test suite
 
 test-long: install  ## the suite with the full-length versions of its long tests
 	$(BIN)/pytest --long
+
+tutorial: install  ## bring the notebook up to date with its script, and save what it shows
+	$(BIN)/jupytext --quiet --to ipynb tutorials/iterative_scheduling.py
+	$(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False tutorials/iterative_scheduling.ipynb
 
 format: install  ## format Python and C++
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
