@@ -4,12 +4,13 @@
 namespace triton_inflight {
 namespace {
 
-// 2^a for a <= 127, to about 2e-7 of the result; 0 far below the range, -infinity included.
-// 2^a = 2^n 2^f with n whole and |f| <= 1/2; 2^f by the Taylor series of exp(f ln 2), terms (ln 2)^k / k!
-// up to k = 6: those left out add less than 2e-7.
+// 2^a to about 2e-7 of the result; 0 far below the range, a large finite number above it, infinities
+// included; NaN stays NaN, since max and min give their second operand if either is one. 2^a = 2^n 2^f with n
+// whole and |f| <= 1/2; 2^f by the Taylor series of exp(f ln 2), terms (ln 2)^k / k! up to k = 6: those left
+// out add less than 2e-7.
 template <typename Simd>
 inline typename Simd::Vec exp2_of(typename Simd::Vec a) {
-  a = Simd::max(a, Simd::broadcast(-200.0F));
+  a = Simd::min(Simd::broadcast(127.4F), Simd::max(Simd::broadcast(-200.0F), a));
   const typename Simd::Vec n = Simd::round(a);
   const typename Simd::Vec f = Simd::subtract(a, n);
   typename Simd::Vec sum = Simd::broadcast(1.540353039e-04F);

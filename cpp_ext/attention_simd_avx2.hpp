@@ -31,6 +31,7 @@ struct Avx2Simd {
   static Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
   static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+  static Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
   static Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Vec absolute(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a); }
   static Vec copy_sign(Vec magnitude, Vec sign) {

@@ -31,6 +31,7 @@ struct Avx512Simd {
   static Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+  static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
   static Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Vec absolute(Vec a) { return _mm512_abs_ps(a); }
   static Vec copy_sign(Vec magnitude, Vec sign) {
