@@ -103,7 +103,10 @@ class PanelProduct {
     if (call.gated) {
       for (Index i = 0; i < kPanelColumns / 2; i += Simd::kWidth) {
         const Vec gate = Simd::load(sums + i);
-        const Vec power = Simd::exp2(Simd::multiply(gate, Simd::broadcast(-1.442695041F)));
+        // Up to the largest power that exp2 knows: divided by it, what is left is as good as 0.
+        const Vec exponent =
+            Simd::max(Simd::multiply(gate, Simd::broadcast(1.442695041F)), Simd::broadcast(-127.0F));
+        const Vec power = Simd::exp2(Simd::subtract(Simd::zero(), exponent));
         const Vec silu = Simd::divide(gate, Simd::add(Simd::broadcast(1.0F), power));
         Simd::store(sums + i, Simd::multiply(silu, Simd::load(sums + kPanelColumns / 2 + i)));
       }
