@@ -93,6 +93,17 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     return model
 
 
+def printable_model() -> PreTrainedModel:
+    """A tiny model whose tokens are all printable characters, so that equal texts are equal tokens; it never ends."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    letters = [byte_tokenizer().decode([token]) for token in range(256)]
+    others = [not (letter.isascii() and letter.isprintable()) for letter in letters]
+    model.lm_head.weight.data[torch.tensor([*others, True])] = (
+        0  # the end of the sequence stands behind the bytes
+    )
+    return model
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte of a text, so that a prompt has exactly the tokens that a test asks for."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

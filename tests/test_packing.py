@@ -119,7 +119,6 @@ def test_a_gated_mlp(width: int, rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.usefixtures("isa")
 def test_silu_of_large_numbers() -> None:
     """exp overflows there, silu does not."""
     weights = [torch.eye(16) * scale for scale in (1.0, 1.0)]

@@ -32,7 +32,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stop_ends_streams_first_and_leaves_nothing(repository: Path) -> None:
-    server = TritonServer(repository, options=["--exit-timeout-secs=240"])  # enough for the stream, however busy
+    server = TritonServer(
+        repository, options=["--exit-timeout-secs=240"]
+    )  # enough for the stream, however busy
     with server:
         remains = Remains.of(server)
         stream = Disconnecting(server, "tiny", "x", max_tokens=1000, return_finish_reason=True)

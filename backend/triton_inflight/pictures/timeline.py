@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from triton_inflight.pictures.panels import panels_of
 from triton_inflight.pictures.style import BLUE, EMPTY, INK, ORANGE, drawing, legend_above, note
 from triton_inflight.trace_reading import Kind, Trace
 
@@ -90,11 +91,7 @@ def slot_timeline(
         InflightError: matplotlib is not installed.
         ValueError: a trace has no steps.
     """
-    traces = [traces] if isinstance(traces, Trace) else list(traces)
-    if not all(trace.steps for trace in traces):
-        raise ValueError("a trace without steps has no timeline")
-    origins = origins or [trace.steps[0].start_seconds for trace in traces]
-    titles = titles or [trace.scheduler for trace in traces]
+    traces, origins, titles = panels_of(traces, origins, titles)
     timelines = [
         _timeline(trace, axis, origin, labels, window) for trace, origin in zip(traces, origins, strict=True)
     ]
