@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,26 +19,12 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
-    LlamaForCausalLM,
 )
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tiny_gguf import BOS, END_OF_TURN, EOS, PAD, tiny_llama, write_gguf
 from triton_inflight import weights
 from triton_inflight.errors import ModelError
 from triton_inflight.gguf_cache import CACHE_VARIABLE, cache_directory, converted_folder
-
-TINY = {
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-}
-EOS, BOS, PAD, END_OF_TURN = 260, 261, 262, 263
 
 
 @pytest.fixture(autouse=True)
@@ -47,74 +32,6 @@ def _own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     """Each test has an empty cache, save those that use the converted copy of the embedded model."""
     if "embedded" not in request.node.name:
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-
-
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**TINY)).eval()
-
-
-def write_gguf(
-    path: Path,
-    model: LlamaForCausalLM,
-    leave_out: str = "",
-    quantised: dict[str, np.ndarray] | None = None,
-) -> Path:
-    """Write a tiny Llama and a byte-level tokenizer the way llama.cpp's converter does.
-
-    ``quantised`` maps names of parameters to their Q8_0 blocks, which are written in their place.
-    """
-    writer = gguf.GGUFWriter(path, "llama")
-    config = model.config
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    tokens = [
-        *bytes_to_unicode().values(),
-        "th",
-        "the",
-        "Ġ" + "the",
-        "er",
-        "<eos>",
-        "<bos>",
-        "<pad>",
-        "<turn>",
-    ]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * 260 + [gguf.TokenType.CONTROL] * 4)
-    writer.add_token_merges(["t h", "th e", "Ġ the", "e r"])
-    writer.add_eos_token_id(EOS)
-    writer.add_bos_token_id(BOS)
-    writer.add_pad_token_id(PAD)
-    writer.add_eot_token_id(END_OF_TURN)
-    writer.add_add_bos_token(True)
-    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<turn>{% endfor %}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for key, tensor in model.state_dict().items():
-        name = names.get_name(key.removesuffix(".weight"))
-        data = tensor.numpy()
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if part in key:  # llama.cpp rotates neighbouring pairs, transformers the two halves of a head
-                data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        if quantised and key in quantised:
-            writer.add_tensor(f"{name}.weight", quantised[key], raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        elif name != leave_out:
-            writer.add_tensor(f"{name}.weight", np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def save_tiny_folder(folder: Path) -> Path:
@@ -275,7 +192,7 @@ class TestConversion:
         rounded = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
         assert not torch.equal(rounded, original.state_dict()[name])
         original.load_state_dict({name: rounded}, strict=False)
-        path = write_gguf(tmp_path / "tiny.gguf", original, quantised={name: blocks})
+        path = write_gguf(tmp_path / "tiny.gguf", original, types={name: gguf.GGMLQuantizationType.Q8_0})
         model = AutoModelForCausalLM.from_pretrained(converted_folder(path))
         assert torch.equal(model.state_dict()[name], rounded)
 
