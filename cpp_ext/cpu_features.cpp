@@ -21,6 +21,25 @@ std::vector<Isa> supported_isas() {
   return isas;
 }
 
+std::vector<IntegerIsa> supported_integer_isas() {
+  std::vector<IntegerIsa> isas{IntegerIsa::kPortable};
+#if defined(__x86_64__)
+  const Isa isa = supported_isas().back();
+  if (isa == Isa::kPortable || !__builtin_cpu_supports("f16c")) return isas;
+  isas.push_back(IntegerIsa::kAvx2);
+  if (__builtin_cpu_supports("avxvnni")) isas.push_back(IntegerIsa::kAvxVnni);
+  if (isa != Isa::kAvx2 && __builtin_cpu_supports("avx512vnni")) isas.push_back(IntegerIsa::kAvx512Vnni);
+#endif
+  return isas;
+}
+
+IntegerIsa integer_isa_for(Isa isa) {
+  if (isa == Isa::kPortable) return IntegerIsa::kPortable;
+  std::vector<IntegerIsa> isas = supported_integer_isas();
+  if (isa == Isa::kAvx2) std::erase(isas, IntegerIsa::kAvx512Vnni);
+  return isas.back();
+}
+
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAvx2:

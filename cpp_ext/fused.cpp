@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "fused_scratch.hpp"
+#include "integer_kernel.hpp"
 #include "parallel.hpp"
 
 namespace triton_inflight {
@@ -27,11 +28,11 @@ std::vector<Index> range_ends(Index panels, int threads) {
 
 Index element_size(bool bf16) { return bf16 ? 2 : 4; }
 
-// A stride for rows of so many numbers that spreads them over the cache.
-Index spread_stride(Index width, bool bf16) {
-  const Index line = 64 / element_size(bf16);
+// A stride for rows of so many numbers of this size that spreads them over the cache.
+Index spread_stride(Index width, Index size) {
+  const Index line = 64 / size;
   const Index stride = (width + line - 1) / line * line;
-  return stride * element_size(bf16) % kCacheWay == 0 ? stride + line : stride;
+  return stride * size % kCacheWay == 0 ? stride + line : stride;
 }
 
 void each_row(int threads, Index rows, Index width, const std::function<void(Index)>& task) {
@@ -52,8 +53,8 @@ RowsView prepared(const FusedKernel& kernel, int threads, const PackedWeight& we
   const bool usable = in.bf16 == kernel.left_bf16 && width == weight.depth &&
                       (rows == 1 || in.stride * element_size(in.bf16) % kCacheWay != 0);
   if (usable) return in;
-  const Index stride = spread_stride(weight.depth, kernel.left_bf16);
   const Index size = element_size(kernel.left_bf16);
+  const Index stride = spread_stride(weight.depth, size);
   const RowsView out{scratch.take(rows * stride * size), stride, kernel.left_bf16};
   each_row(threads, rows, weight.depth, [&](Index row) {
     char* to = static_cast<char*>(out.data) + row * stride * size;
@@ -63,8 +64,27 @@ RowsView prepared(const FusedKernel& kernel, int threads, const PackedWeight& we
   return out;
 }
 
-void multiply(const FusedKernel& kernel, int threads, const PackedWeight& weight, const RowsView& left,
-              Index rows, const RowsView& out, Index columns, bool gated) {
+// The input as whole numbers.
+QuantizedRows quantized(const IntegerKernel& kernel, int threads, const PackedWeight& weight,
+                        const RowsView& in, Index rows, Index width, Scratch& scratch) {
+  const Index stride = spread_stride(weight.depth, 1);
+  const Index groups = weight.depth / kGroup;
+  char* memory = static_cast<char*>(scratch.take(rows * (stride + 3 * groups * 4)));
+  char* beside = memory + rows * stride;
+  const QuantizedRows out{reinterpret_cast<std::int8_t*>(memory),
+                          stride,
+                          reinterpret_cast<float*>(beside),
+                          reinterpret_cast<std::int32_t*>(beside + rows * groups * 4),
+                          reinterpret_cast<float*>(beside + 2 * rows * groups * 4),
+                          groups};
+  each_row(threads, rows, weight.depth, [&](Index row) { kernel.quantize(in, width, out, row); });
+  return out;
+}
+
+// Shares out the panels of a weight: task(panel, where its sums go).
+template <typename Task>
+void each_panel(int threads, const PackedWeight& weight, const RowsView& out, Index columns, bool gated,
+                const Task& task) {
   const std::vector<Index> ends = range_ends(weight.panels(), threads);
   const Index written = gated ? kPanelColumns / 2 : kPanelColumns;
   parallel_for(threads, static_cast<Index>(ends.size()), [&](Index range) {
@@ -75,10 +95,30 @@ void multiply(const FusedKernel& kernel, int threads, const PackedWeight& weight
       if (count <= 0) continue;
       const RowsView part{static_cast<char*>(out.data) + first * element_size(out.bf16), out.stride,
                           out.bf16};
-      kernel.multiply_panel({left.data, left.stride, rows, weight.panel(panel), weight.depth,
-                             weight.bias == nullptr ? nullptr : weight.bias + panel * kPanelColumns, part,
-                             count, gated});
+      const auto of_panel = [&](const float* numbers) {
+        return numbers == nullptr ? nullptr : numbers + panel * kPanelColumns;
+      };
+      task(weight.panel(panel),
+           PanelOutput{of_panel(weight.scales), of_panel(weight.bias), part, count, gated});
     }
+  });
+}
+
+void multiply(const Runtime& runtime, const PackedWeight& weight, const RowsView& in, Index width, Index rows,
+              const RowsView& out, Index columns, bool gated) {
+  thread_local Scratch scratch;
+  if (weight.whole_numbers()) {
+    const IntegerKernel kernel = integer_kernel(runtime.integer_isa);
+    const QuantizedRows left = quantized(kernel, runtime.threads, weight, in, rows, width, scratch);
+    const auto product = weight.type == WeightType::kInt8 ? kernel.multiply_int8 : kernel.multiply_int4;
+    each_panel(runtime.threads, weight, out, columns, gated,
+               [&](const void* panel, const PanelOutput& to) { product({left, rows, panel, to}); });
+    return;
+  }
+  const FusedKernel kernel = fused_kernel(runtime.isa, weight.type == WeightType::kBf16);
+  const RowsView left = prepared(kernel, runtime.threads, weight, in, rows, width, scratch);
+  each_panel(runtime.threads, weight, out, columns, gated, [&](const void* panel, const PanelOutput& to) {
+    kernel.multiply_panel({left.data, left.stride, rows, panel, weight.depth, to});
   });
 }
 
@@ -86,24 +126,21 @@ void multiply(const FusedKernel& kernel, int threads, const PackedWeight& weight
 
 void linear(const Runtime& runtime, const PackedWeight& weight, const RowsView& in, Index width, Index rows,
             const RowsView& out, Index columns) {
-  thread_local Scratch scratch;
-  const FusedKernel kernel = fused_kernel(runtime.isa, weight.bf16);
-  const RowsView left = prepared(kernel, runtime.threads, weight, in, rows, width, scratch);
-  multiply(kernel, runtime.threads, weight, left, rows, out, columns, false);
+  multiply(runtime, weight, in, width, rows, out, columns, false);
 }
 
 void gated_mlp(const Runtime& runtime, const PackedWeight& gate_up, const PackedWeight& down,
                const RowsView& in, Index width, Index rows, const RowsView& out, Index columns) {
   thread_local Scratch scratch;
-  thread_local Scratch activation_scratch;
-  const FusedKernel kernel = fused_kernel(runtime.isa, gate_up.bf16);
-  const RowsView left = prepared(kernel, runtime.threads, gate_up, in, rows, width, scratch);
+  const bool bf16 =
+      !down.whole_numbers() && fused_kernel(runtime.isa, down.type == WeightType::kBf16).left_bf16;
+  const Index size = element_size(bf16);
+  const Index stride = spread_stride(down.depth, size);
+  const RowsView activations{scratch.take(rows * stride * size), stride, bf16};
   // Columns of the padding are zero times zero, so what is beyond the true width adds nothing.
-  const Index stride = spread_stride(down.depth, kernel.left_bf16);
-  const RowsView activations{activation_scratch.take(rows * stride * element_size(kernel.left_bf16)), stride,
-                             kernel.left_bf16};
-  multiply(kernel, runtime.threads, gate_up, left, rows, activations, down.depth, true);
-  multiply(kernel, runtime.threads, down, activations, rows, out, columns, false);
+  const Index inner = std::min(down.depth, gate_up.columns / 2);
+  multiply(runtime, gate_up, in, width, rows, activations, inner, true);
+  multiply(runtime, down, activations, inner, rows, out, columns, false);
 }
 
 void add(const Runtime& runtime, const AddCall& call, Index rows) {

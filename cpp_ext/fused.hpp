@@ -8,6 +8,7 @@ namespace triton_inflight {
 struct Runtime {
   Isa isa;
   int threads;
+  IntegerIsa integer_isa;
 };
 
 // `width` is that of the input, at most the depth of the weight.

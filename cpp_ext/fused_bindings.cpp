@@ -1,7 +1,9 @@
 // The fused operations for Python. Tensors come as addresses and strides: bfloat16 has no numpy type.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "fused_layer.hpp"
@@ -27,23 +29,33 @@ HeadsView heads_of(const HeadsArgument& tensor) {
   return {pointer(address), token_stride, head_stride, heads};
 }
 
-PackedWeight make_weight(std::uintptr_t address, std::uintptr_t bias, Index columns, Index depth, bool bf16) {
-  const PackedWeight weight{pointer(address), reinterpret_cast<const float*>(bias), columns, depth, bf16};
+PackedWeight make_weight(std::uintptr_t address, std::uintptr_t bias, std::uintptr_t scales, Index columns,
+                         Index depth, WeightType type) {
+  const PackedWeight weight{pointer(address),
+                            reinterpret_cast<const float*>(bias),
+                            reinterpret_cast<const float*>(scales),
+                            columns,
+                            depth,
+                            type};
   if (columns < 1 || columns % kPanelColumns != 0)
     throw std::invalid_argument("columns must be a multiple of 32");
-  if (depth < 1 || depth % weight.pair() != 0)
-    throw std::invalid_argument("depth must be a multiple of the pair");
+  if (depth < 1 || depth % weight.depth_multiple() != 0)
+    throw std::invalid_argument("depth must be a multiple of " + std::to_string(weight.depth_multiple()));
+  if ((type == WeightType::kInt8) != (scales != 0))
+    throw std::invalid_argument("weights of 8 bits have scales, and no others");
   return weight;
 }
 
 constexpr const char* kWeightDoc = R"doc(
-A packed weight by its address; the caller keeps the memory alive.
+A packed weight by its address; the caller keeps the memory alive. Its order is that of cpp_ext/fused_types.hpp.
 
 Args:
-    address: of [columns / 32][depth / pair][32][pair] numbers; the pair is 2 in bfloat16 and 1 in float32.
+    address: of the numbers, in panels of 32 columns.
     bias: address of `columns` float32 numbers, or 0.
+    scales: address of `columns` float32 numbers for int8, else 0.
     columns: outputs, padded with zeros to a multiple of 32.
-    depth: inputs, padded with zeros to a multiple of the pair.
+    depth: inputs, padded with zeros to a multiple of 2 in bf16, of 32 in int8 and int4.
+    type: of the numbers.
 )doc";
 
 constexpr const char* kLinearDoc = R"doc(
@@ -54,6 +66,32 @@ Args:
     width: numbers of an input row; the weight's depth beyond them is padding.
     columns: numbers of an output row.
 )doc";
+
+void bind_weight(py::module_& module) {
+  py::enum_<IntegerIsa>(module, "IntegerIsa", "Versions of the products of whole numbers, slowest first.")
+      .value("portable", IntegerIsa::kPortable)
+      .value("avx2", IntegerIsa::kAvx2)
+      .value("avx_vnni", IntegerIsa::kAvxVnni)
+      .value("avx512_vnni", IntegerIsa::kAvx512Vnni);
+  module.def("supported_integer_isas", &supported_integer_isas,
+             "Versions of the products of whole numbers that this machine can run, slowest first.");
+  py::class_<Runtime>(module, "Runtime", "Version of the kernels, and how many of torch's threads they use.")
+      .def(py::init([](Isa isa, int threads) { return Runtime{isa, threads, integer_isa_for(isa)}; }),
+           py::arg("isa"), py::arg("threads"))
+      .def_readonly("isa", &Runtime::isa)
+      .def_readwrite("threads", &Runtime::threads)
+      .def_readwrite(
+          "integer_isa", &Runtime::integer_isa,
+          "By default the fastest that goes with `isa`; one that this machine lacks must not be set.");
+  py::enum_<WeightType>(module, "WeightType", "What the numbers of a packed weight are.")
+      .value("float32", WeightType::kFloat32)
+      .value("bf16", WeightType::kBf16)
+      .value("int8", WeightType::kInt8)
+      .value("int4", WeightType::kInt4);
+  py::class_<PackedWeight>(module, "PackedWeight", kWeightDoc)
+      .def(py::init(&make_weight), py::arg("address"), py::arg("bias"), py::arg("scales"), py::arg("columns"),
+           py::arg("depth"), py::arg("type"));
+}
 
 constexpr const char* kLayerDoc = R"doc(
 The weights of a decoder layer around its attention, and the sizes that its rows have.
@@ -123,13 +161,7 @@ void bind_layer(py::module_& module) {
 }  // namespace
 
 void bind_fused(py::module_& module) {
-  py::class_<Runtime>(module, "Runtime", "Version of the kernels, and how many of torch's threads they use.")
-      .def(py::init<Isa, int>(), py::arg("isa"), py::arg("threads"))
-      .def_readonly("isa", &Runtime::isa)
-      .def_readwrite("threads", &Runtime::threads);
-  py::class_<PackedWeight>(module, "PackedWeight", kWeightDoc)
-      .def(py::init(&make_weight), py::arg("address"), py::arg("bias"), py::arg("columns"), py::arg("depth"),
-           py::arg("bf16"));
+  bind_weight(module);
   module.def(
       "linear",
       [](const Runtime& runtime, const PackedWeight& weight, const RowsArgument& in, Index width, Index rows,

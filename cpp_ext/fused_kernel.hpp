@@ -13,12 +13,10 @@ struct PanelCall {
   Index rows;
   const void* panel;
   Index depth;
-  const float* bias;  // of these columns, or null
-  RowsView out;       // at the first of these columns
-  Index columns;      // to write: 32, or fewer in the last panel
-  bool gated;         // writes 16 columns silu(gate) * up
+  PanelOutput output;
 };
 
+// A bf16 `out` needs a bf16 `in`.
 struct NormCall {
   RowsView in;
   RowsView out;

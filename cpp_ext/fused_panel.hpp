@@ -4,10 +4,9 @@
 // many rows there are, nor on which thread took the panel.
 #pragma once
 
-#include <cstring>
-
 #include "attention_product.hpp"
 #include "fused_kernel.hpp"
+#include "panel_output.hpp"
 
 namespace triton_inflight {
 namespace {
@@ -42,7 +41,7 @@ class PanelProduct {
                                     kStep * call.depth / Cells::kPair * kCellSize + tile * 64
                               : nullptr;
       multiply_rows<kMaxRows>(call, row, rows, ahead, sums);
-      for (Index r = 0; r < rows; ++r) write(call, row + r, sums + r * kPanelColumns);
+      for (Index r = 0; r < rows; ++r) write_sums<Simd>(call.output, row + r, sums + r * kPanelColumns);
     }
   }
 
@@ -93,31 +92,6 @@ class PanelProduct {
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVecs; ++v)
         Simd::store(out + r * kPanelColumns + column + v * Simd::kWidth, sums[r][v]);
-    }
-  }
-
-  static void write(const PanelCall& call, Index row, float* sums) {
-    if (call.bias != nullptr) {
-      for (Index i = 0; i < kPanelColumns; ++i) sums[i] += call.bias[i];
-    }
-    if (call.gated) {
-      for (Index i = 0; i < kPanelColumns / 2; i += Simd::kWidth) {
-        const Vec gate = Simd::load(sums + i);
-        // Up to the largest power that exp2 knows: divided by it, what is left is as good as 0.
-        const Vec exponent =
-            Simd::max(Simd::multiply(gate, Simd::broadcast(1.442695041F)), Simd::broadcast(-127.0F));
-        const Vec power = Simd::exp2(Simd::subtract(Simd::zero(), exponent));
-        const Vec silu = Simd::divide(gate, Simd::add(Simd::broadcast(1.0F), power));
-        Simd::store(sums + i, Simd::multiply(silu, Simd::load(sums + kPanelColumns / 2 + i)));
-      }
-    }
-    const Index at = row * call.out.stride;
-    if (call.out.bf16) {
-      std::uint16_t* out = static_cast<std::uint16_t*>(call.out.data) + at;
-      for (Index i = 0; i < call.columns; ++i) out[i] = float_to_bf16(sums[i]);
-    } else {
-      std::memcpy(static_cast<float*>(call.out.data) + at, sums,
-                  static_cast<std::size_t>(call.columns) * sizeof(float));
     }
   }
 };

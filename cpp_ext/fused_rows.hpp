@@ -36,11 +36,11 @@ void convert_row(const RowsView& in, Index row, Index width, void* to) {
 
 // x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). The sum of squares is kept in 16 parts,
 // so that it can be vectors without depending on how wide they are.
-template <typename Number>
+template <typename In, typename Out>
 void norm_row(const NormCall& call, Index row) {
   constexpr Index kParts = 16;
-  const Number* in = static_cast<const Number*>(call.in.data) + row * call.in.stride;
-  Number* out = static_cast<Number*>(call.out.data) + row * call.out.stride;
+  const In* in = static_cast<const In*>(call.in.data) + row * call.in.stride;
+  Out* out = static_cast<Out*>(call.out.data) + row * call.out.stride;
   float parts[kParts] = {};
   const Index even = call.width / kParts * kParts;
   for (Index i = 0; i < even; i += kParts) {
@@ -51,15 +51,17 @@ void norm_row(const NormCall& call, Index row) {
   for (Index i = even; i < call.width; ++i) sum += as_float(in[i]) * as_float(in[i]);
   const float factor = 1.0F / std::sqrt(sum / static_cast<float>(call.width) + call.epsilon);
   for (Index i = 0; i < call.width; ++i) {
-    out[i] = from_float<Number>(as_float(in[i]) * factor * call.scale[i]);
+    out[i] = from_float<Out>(as_float(in[i]) * factor * call.scale[i]);
   }
 }
 
 inline void norm_any_row(const NormCall& call, Index row) {
-  if (call.in.bf16) {
-    norm_row<std::uint16_t>(call, row);
+  if (call.in.bf16 && call.out.bf16) {
+    norm_row<std::uint16_t, std::uint16_t>(call, row);
+  } else if (call.in.bf16) {
+    norm_row<std::uint16_t, float>(call, row);
   } else {
-    norm_row<float>(call, row);
+    norm_row<float, float>(call, row);
   }
 }
 

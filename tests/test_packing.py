@@ -19,8 +19,9 @@ from triton_inflight.conformance import logits_in_pieces
 from triton_inflight.decoder_stack import DecoderStack
 from triton_inflight.fused import GatedMLP, NativeRMSNorm, PackedLinear, SharedInput, native_rotary
 from triton_inflight.fused_layer import FusedLayer
-from triton_inflight.packed_weight import PackedWeight
-from triton_inflight.packing import Packed, _fast_rotary, pack
+from triton_inflight.packed_weight import packed_floats, unpacked_floats
+from triton_inflight.packing import Packed, pack
+from triton_inflight.rotary_takeover import fast_rotary
 
 ROUNDING = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of the largest output
 DTYPES = [torch.bfloat16, torch.float32]
@@ -49,7 +50,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 def test_a_packed_linear_layer_multiplies(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
     weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
     x = random(rows, inputs, dtype=dtype, seed=2)
-    result = PackedWeight([weight], [bias]).linear(x)
+    result = packed_floats([weight], [bias]).linear(x)
     assert result.dtype is dtype
     if rows:
         assert_close(result, F.linear(x.double(), weight.double(), bias.double()), dtype)
@@ -59,7 +60,7 @@ def test_a_packed_linear_layer_multiplies(outputs: int, inputs: int, rows: int, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float32_logits_come_from_any_weight(dtype: torch.dtype) -> None:
     weight, x = random(40, 24, dtype=dtype), random(1, 3, 24, dtype=dtype, seed=1)
-    result = PackedLinear(PackedWeight([weight], [None]), torch.float32)(x)
+    result = PackedLinear(packed_floats([weight], [None]), torch.float32)(x)
     assert result.dtype is torch.float32
     difference = (result.double() - F.linear(x.double(), weight.double())).abs().max()
     assert difference < 1e-4, "not rounded to bfloat16 on the way"
@@ -68,7 +69,7 @@ def test_float32_logits_come_from_any_weight(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_who_shares_its_batch(dtype: torch.dtype) -> None:
-    packed = PackedWeight([random(96, 70, dtype=dtype)], [None])
+    packed = packed_floats([random(96, 70, dtype=dtype)], [None])
     x = random(61, 70, dtype=dtype, seed=1)
     together = packed.linear(x)
     for first, last in [(0, 1), (3, 18), (40, 61)]:
@@ -76,7 +77,7 @@ def test_a_row_does_not_depend_on_who_shares_its_batch(dtype: torch.dtype) -> No
 
 
 def test_threads_do_not_change_the_result() -> None:
-    packed = PackedWeight([random(2048, 600, dtype=torch.bfloat16)], [None])
+    packed = packed_floats([random(2048, 600, dtype=torch.bfloat16)], [None])
     x = random(200, 600, dtype=torch.bfloat16, seed=1)
     one = packed.linear(x)
     packed.runtime.threads = 3
@@ -87,14 +88,14 @@ def test_threads_do_not_change_the_result() -> None:
 @pytest.mark.parametrize("inputs", [2048, 2049])
 def test_inputs_whose_rows_collide_in_the_cache_are_copied_right(inputs: int, dtype: torch.dtype) -> None:
     weight, x = random(32, inputs, dtype=dtype), random(20, inputs, dtype=dtype, seed=1)
-    assert_close(PackedWeight([weight], [None]).linear(x), F.linear(x.double(), weight.double()), dtype)
+    assert_close(packed_floats([weight], [None]).linear(x), F.linear(x.double(), weight.double()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_over_one_input_are_views_of_one_product(dtype: torch.dtype) -> None:
     weights = [random(n, 30, dtype=dtype, seed=n) for n in (36, 20, 5)]
     biases = [random(36, dtype=dtype), None, random(5, dtype=dtype)]
-    shared = SharedInput(PackedWeight(weights, biases))
+    shared = SharedInput(packed_floats(weights, biases))
     for seed in (1, 2):
         x = random(1, 4, 30, dtype=dtype, seed=seed)
         for part in (2, 0, 1):
@@ -112,7 +113,7 @@ def test_parts_over_one_input_are_views_of_one_product(dtype: torch.dtype) -> No
 def test_a_gated_mlp(width: int, rows: int, dtype: torch.dtype) -> None:
     gate, up = (random(width, 50, dtype=dtype, seed=i) for i in (1, 2))
     down, bias = random(50, width, dtype=dtype, seed=3), random(width, dtype=dtype, seed=4)
-    mlp = GatedMLP(PackedWeight([gate, up], [bias, None], gated=True), PackedWeight([down], [None]))
+    mlp = GatedMLP(packed_floats([gate, up], [bias, None], gated=True), packed_floats([down], [None]))
     x = random(rows, 50, dtype=dtype, seed=5)
     inner = F.silu(F.linear(x.double(), gate.double(), bias.double())) * F.linear(x.double(), up.double())
     assert_close(mlp(x), F.linear(inner, down.double()), dtype)
@@ -122,7 +123,7 @@ def test_a_gated_mlp(width: int, rows: int, dtype: torch.dtype) -> None:
 def test_silu_of_large_numbers() -> None:
     """exp overflows there, silu does not."""
     weights = [torch.eye(16) * scale for scale in (1.0, 1.0)]
-    mlp = GatedMLP(PackedWeight(weights, [None, None], gated=True), PackedWeight([torch.eye(16)], [None]))
+    mlp = GatedMLP(packed_floats(weights, [None, None], gated=True), packed_floats([torch.eye(16)], [None]))
     x = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4] * 2)[None]
     assert torch.allclose(mlp(x), F.silu(x) * x, rtol=1e-5, atol=1e-6)
 
@@ -131,8 +132,8 @@ def test_silu_of_large_numbers() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_unpacking_gives_back_every_bit(gated: bool, dtype: torch.dtype) -> None:
     weights = [random(n, 31, dtype=dtype, seed=i) for i, n in enumerate((37, 37) if gated else (37, 5, 64))]
-    packed = PackedWeight(weights, [None] * len(weights), gated)
-    assert all(torch.equal(a, b) for a, b in zip(packed.unpacked(), weights, strict=True))
+    packed = packed_floats(weights, [None] * len(weights), gated)
+    assert all(torch.equal(a, b) for a, b in zip(unpacked_floats(packed), weights, strict=True))
 
 
 @pytest.mark.usefixtures("isa")
@@ -188,14 +189,14 @@ def test_rotary_positions_in_another_order_are_not_taken_over() -> None:
     ) -> tuple[torch.Tensor, ...]:
         return tuple(x * cos[:, None] + modeling_gptj.rotate_every_two(x) * sin[:, None] for x in (q, k))
 
-    assert _fast_rotary(modeling_llama.apply_rotary_pos_emb, torch.float32) is not None
-    assert _fast_rotary(neighbours, torch.float32) is None
-    assert _fast_rotary(modeling_gptj.apply_rotary_pos_emb, torch.float32) is None
+    assert fast_rotary(modeling_llama.apply_rotary_pos_emb, torch.float32) is not None
+    assert fast_rotary(neighbours, torch.float32) is None
+    assert fast_rotary(modeling_gptj.apply_rotary_pos_emb, torch.float32) is None
 
 
 def packed_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Packed]:
     served = copy.deepcopy(model)
-    return served, pack(served, lambda: logits_in_pieces(served, 16))
+    return served, pack(served, lambda shared: logits_in_pieces(served, 16, shared))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -290,7 +291,7 @@ def test_weights_are_held_once_and_an_embedding_stays_readable() -> None:
     embedding = model.get_input_embeddings().weight
     before = embedding.clone()
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    packed = pack(model, lambda: logits_in_pieces(model, 16))
+    packed = pack(model, lambda shared: logits_in_pieces(model, 16, shared))
     assert torch.equal(embedding, before)
     assert model.get_input_embeddings().weight is embedding
     assert [m.weight.numel() for m in linears if m.weight is not embedding] == [0] * (len(linears) - 1)
@@ -333,7 +334,7 @@ def test_a_model_that_differs_when_packed_is_put_back(
     model = kind(tiny_model("llama").config).eval()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = logits_in_pieces(model, 16)
-    assert pack(model, lambda: logits_in_pieces(model, 16)).num_modules == 0
+    assert pack(model, lambda shared: logits_in_pieces(model, 16, shared)).num_modules == 0
     assert f"{kind.__name__} is served without packed weights" in caplog.text
     assert torch.equal(logits_in_pieces(model, 16), before)
     after = model.state_dict()
@@ -346,7 +347,7 @@ def test_a_module_that_someone_listens_to_stays() -> None:
     heard: list[object] = []
     layer = model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda *_: heard.append(None))
-    pack(model, lambda: logits_in_pieces(model, 16))
+    pack(model, lambda shared: logits_in_pieces(model, 16, shared))
     assert model.model.layers[0].mlp.down_proj is layer
     heard.clear()
     logits_in_pieces(model, 16)
@@ -357,7 +358,7 @@ def test_a_module_that_someone_listens_to_stays() -> None:
     "x", [torch.zeros(2, 9), torch.zeros(2, 8, dtype=torch.float16), torch.zeros(2, 8, device="meta")]
 )
 def test_inputs_that_a_kernel_would_misread_are_refused(x: torch.Tensor) -> None:
-    layer = PackedLinear(PackedWeight([random(16, 8)], [None]))
+    layer = PackedLinear(packed_floats([random(16, 8)], [None]))
     with pytest.raises(ValueError, match="packed layer; it takes"):
         layer(x)
     with pytest.raises(ValueError, match="native RMSNorm; it takes"):

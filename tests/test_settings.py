@@ -109,6 +109,7 @@ def test_settings_can_be_made_without_triton() -> None:
     [
         ("dtype", "float32", "float32"),
         ("dtype", " float16 ", "float16"),
+        ("quantization", "int4", "int4"),
         ("tokens_per_block", "64", 64),
         ("max_num_tokens", "32", 32),
         ("max_seq_len", "2048", 2048),
@@ -354,6 +355,20 @@ ERRORS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"instance_group": [{"kind": "KIND_CPU"}, {"kind": "KIND_GPU"}]},
         ["instance_group: kinds KIND_CPU and KIND_GPU", "one kind", "a model folder for each kind"],
+    ),
+    (
+        {
+            "instance_group": [{"kind": "KIND_GPU", "count": 1}],
+            "parameters.quantization": {"string_value": "int8"},
+        },
+        ["parameters.quantization: 'int8'", "KIND_GPU", "by CPUs only", "kind: KIND_CPU", '"none"'],
+    ),
+    (
+        {
+            "parameters.quantization": {"string_value": "int4"},
+            "parameters.dtype": {"string_value": "float16"},
+        },
+        ["parameters.quantization: 'int4'", "dtype: 'float16'", "bfloat16 or float32", '"bfloat16"'],
     ),
 ]
 

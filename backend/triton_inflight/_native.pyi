@@ -69,14 +69,33 @@ def paged_attention(
     sinks: int,
 ) -> None: ...
 
+class IntegerIsa:
+    portable: IntegerIsa
+    avx2: IntegerIsa
+    avx_vnni: IntegerIsa
+    avx512_vnni: IntegerIsa
+    name: str
+
+def supported_integer_isas() -> list[IntegerIsa]: ...
+
 class Runtime:
     threads: int
+    integer_isa: IntegerIsa
     def __init__(self, isa: Isa, threads: int) -> None: ...
     @property
     def isa(self) -> Isa: ...
 
+class WeightType:
+    float32: WeightType
+    bf16: WeightType
+    int8: WeightType
+    int4: WeightType
+    name: str
+
 class PackedWeight:
-    def __init__(self, address: int, bias: int, columns: int, depth: int, bf16: bool) -> None: ...
+    def __init__(
+        self, address: int, bias: int, scales: int, columns: int, depth: int, type: WeightType
+    ) -> None: ...
 
 _Rows = tuple[int, int, bool]
 _Heads = tuple[int, int, int, int]

@@ -80,13 +80,17 @@ def probe(model: PreTrainedModel, tokens_per_block: int) -> Conformance:
 
 
 @torch.inference_mode()
-def logits_in_pieces(model: PreTrainedModel, tokens_per_block: int) -> torch.Tensor:
+def logits_in_pieces(model: PreTrainedModel, tokens_per_block: int, shared: bool = True) -> torch.Tensor:
     """Logits of the probe's sequences, run in its ragged pieces by a model as it is, in its own type.
+
+    Args:
+        shared: whether pieces of both sequences share steps; else each has a step of its own.
 
     Returns:
         (tokens, vocabulary).
     """
-    return torch.cat(_run_in_pieces(model, _prompts(model, tokens_per_block), tokens_per_block)[0])
+    prompts = _prompts(model, tokens_per_block)
+    return torch.cat(_run_in_pieces(model, prompts, tokens_per_block, shared)[0])
 
 
 def _window(tokens_per_block: int) -> int:
@@ -104,7 +108,7 @@ def _prompts(model: PreTrainedModel, tokens_per_block: int) -> list[list[int]]:
 
 
 def _run_in_pieces(
-    model: PreTrainedModel, prompts: list[list[int]], tokens_per_block: int
+    model: PreTrainedModel, prompts: list[list[int]], tokens_per_block: int, shared: bool = True
 ) -> tuple[list[torch.Tensor], tuple[KVShape, ...]]:
     """Logits of every token of two sequences that share steps, in pieces of changing size and order."""
     first, second = (Sequence(i + 1, prompt, limit=len(prompt)) for i, prompt in enumerate(prompts))
@@ -115,6 +119,8 @@ def _run_in_pieces(
         [(first, 1), (second, 1)],
         [(second, second.num_pending - edge - 5), (first, first.num_pending - edge - 2)],
     ]
+    if not shared:
+        pieces = [[part] for piece in pieces for part in piece]
     num_blocks = sum(-(-len(prompt) // tokens_per_block) for prompt in prompts) + 1
     store = KVStore(num_blocks, tokens_per_block)
     # Block 0 goes to a sequence that never runs, so that no table is right by being all zeros.

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from triton_inflight import weights
 from triton_inflight.conformance import logits_in_pieces, probe
 from triton_inflight.engine import Engine
 from triton_inflight.errors import ModelError
+from triton_inflight.gguf_numbers import GGUFNumbers
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.memory import resident_bytes, return_freed_memory
@@ -25,6 +26,7 @@ from triton_inflight.protocol import model_defaults
 from triton_inflight.rope import freeze_rope
 from triton_inflight.runner import Runner
 from triton_inflight.settings import Settings
+from triton_inflight.weight_formats import WeightFormats
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     )
     conformance = probe(model, settings.tokens_per_block)
     max_seq_len = _max_seq_len(settings, model.config)
-    packed = pack(model, lambda: logits_in_pieces(model, settings.tokens_per_block))
+    formats = _weight_formats(settings, model, base)
+    packed = pack(model, lambda shared: logits_in_pieces(model, settings.tokens_per_block, shared), formats)
     return_freed_memory()
     # A single block of every pool tells what a token takes, padding included.
     sample = KVTensors(1, settings.tokens_per_block, dtype, device)
@@ -73,10 +76,11 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     capacity = num_blocks * settings.tokens_per_block
     log.info(
         "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; %d modules packed in "
-        "%.0f MiB, difference %.1e; KV-state store %d blocks of %d tokens, "
+        "%.0f MiB, %d weights in whole numbers, difference %.1e; KV-state store %d blocks of %d tokens, "
         "%.0f MiB when full; sequences of up to %d tokens; resident memory grew by %.0f MiB",
         settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
-        conformance.difference, packed.num_modules, packed.weight_bytes / 2**20, packed.difference,
+        conformance.difference, packed.num_modules, packed.weight_bytes / 2**20,
+        packed.num_quantized, packed.difference,
         num_blocks, settings.tokens_per_block,
         capacity * tensors.bytes_per_token / 2**20, min(max_seq_len, capacity),
         (resident_bytes() - resident) / 2**20,
@@ -105,6 +109,14 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     )
     generation_config = model.generation_config.to_dict() if model.generation_config is not None else {}
     return Loaded(engine, model_defaults(settings, generation_config, log.warning))
+
+
+def _weight_formats(settings: Settings, model: PreTrainedModel, base: Path | None) -> WeightFormats:
+    """How the model's weights are to be packed; numbers of 4 bits are those of its GGUF file, if it has one."""
+    source = weights.resolve(settings.model, base)
+    if settings.quantization == "int4" and source.kind == "gguf":
+        return WeightFormats(settings.quantization, GGUFNumbers(Path(source.location), model))
+    return WeightFormats(settings.quantization)
 
 
 _BUDGET_REMEDY = "lower max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"

@@ -17,10 +17,7 @@ What the packed model says as a whole is compared as well; if it differs, everyt
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +27,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from triton_inflight.decoder_stack import DecoderStack, can_be_stacked
+from triton_inflight.differences import (
+    COUPLING_TOLERANCE,
+    MODEL_TOLERANCE,
+    MODULE_TOLERANCE,
+    QUANTIZED_MODEL_TOLERANCE,
+    QUANTIZED_MODULE_TOLERANCE,
+    relative_maximum,
+    relative_rms,
+)
+from triton_inflight.errors import ModelError
 from triton_inflight.fused import (
     FusedModule,
     GatedMLP,
@@ -37,18 +44,13 @@ from triton_inflight.fused import (
     PackedLinear,
     SharedInput,
     SharedLinear,
-    native_rotary,
 )
 from triton_inflight.fused_layer import FusedLayer, can_be_fused
-from triton_inflight.packed_weight import PackedWeight, supported
+from triton_inflight.packed_weight import PackedWeight, supported, unpacked_floats
+from triton_inflight.rotary_takeover import take_over_rotary
+from triton_inflight.weight_formats import Format, WeightFormats, matrix
 
 log = logging.getLogger(__name__)
-
-MODULE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-"""Largest difference of a stand-in's output on random input, relative to the largest output."""
-
-MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4}
-"""Root mean square of the difference of all logits, relative to that of the logits themselves."""
 
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -62,30 +64,44 @@ class Packed(NamedTuple):
         num_modules: modules with a stand-in; 0 if the model is served as it was.
         weight_bytes: memory of packed weights.
         difference: of the logits, see ``MODEL_TOLERANCE``.
+        num_quantized: packed weights of whole numbers, of one layer or several in one.
     """
 
     num_modules: int
     weight_bytes: int
     difference: float
+    num_quantized: int = 0
 
 
-def pack(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> Packed:
+Logits = Callable[[bool], torch.Tensor]
+"""Runs the model; (tokens, vocabulary) of some sequences, which share steps if it is told so."""
+
+
+def pack(model: PreTrainedModel, logits: Logits, formats: WeightFormats | None = None) -> Packed:
     """Replace what can be replaced in a model that lives on the CPU; elsewhere, nothing.
 
     Args:
         model: in eval mode, and not trained any more. Weights that are packed are freed.
-        logits: runs the model; (tokens, vocabulary) of some sequences.
+        logits: of the model.
+        formats: of the packed weights, by default those that the model has.
 
     Returns:
         What was done.
+
+    Raises:
+        ModelError: the formats are quantised ones, and the model cannot be served with them: it has no layer for
+            them, its logits fall apart, or they depend on who shares a step. The model is then of no further use.
     """
+    formats = formats or WeightFormats()
     if model.device.type != "cpu" or model.dtype not in MODULE_TOLERANCE:
         return Packed(0, 0, 0.0)
-    before = logits()
-    packer = _Packer(model)
+    if formats.quantization != "none":
+        return _quantize(model, logits, formats)
+    before = logits(True)
+    packer = _Packer(model, formats)
     try:
         packer.run()
-        difference = _relative_rms(logits(), before)
+        difference = relative_rms(logits(True), before)
         reason = f"its logits then differ by {difference:.1e}"
     except Exception as error:
         log.debug("packing failed", exc_info=True)
@@ -97,13 +113,53 @@ def pack(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> Packed:
     return Packed(len(packer.undos), packer.weight_bytes, difference)
 
 
+def _quantize(model: PreTrainedModel, logits: Logits, formats: WeightFormats) -> Packed:
+    """As ``pack``, with weights of whole numbers; what was asked for is done or refused, never left out."""
+    together, alone = logits(True), logits(False)
+    packer = _Packer(model, formats)
+    try:
+        packer.run()
+        quantized = logits(True)
+        difference = relative_rms(quantized, together)
+        coupling = relative_maximum(logits(False), quantized)
+    except Exception as error:
+        raise _cannot_be_quantized(model, formats, f"{type(error).__name__}: {error}") from error
+    allowed = QUANTIZED_MODEL_TOLERANCE[formats.quantization]
+    # Parts of the model that are not replaced may have given a token other last bits in a batch before already.
+    allowed_coupling = relative_maximum(alone, together) + COUPLING_TOLERANCE
+    reason = ""
+    if packer.num_quantized == 0:
+        reason = "it has no linear layers that could be, or each would lose too much"
+    elif not difference <= allowed:
+        reason = (
+            f"its logits then differ by {difference:.1e} of their root mean square (allowed: {allowed:.1e})"
+        )
+    elif not coupling <= allowed_coupling:
+        reason = (
+            f"the logits of a sequence then change by {coupling:.1e} of the largest with who shares its steps "
+            f"(allowed: {allowed_coupling:.1e})"
+        )
+    if reason:
+        raise _cannot_be_quantized(model, formats, reason)
+    return Packed(len(packer.undos), packer.weight_bytes, difference, packer.num_quantized)
+
+
+def _cannot_be_quantized(model: PreTrainedModel, formats: WeightFormats, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot be served with quantization {formats.quantization}: {reason}; "
+        f"set quantization to none in config.pbtxt, or delete it"
+    )
+
+
 class _Packer:
     """Replaces modules of a model and remembers how to undo it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, formats: WeightFormats) -> None:
         self.model = model
         self.undos: list[Callable[[], None]] = []
         self.weight_bytes = 0
+        self.num_quantized = 0
+        self._formats = formats
         self._generator = torch.Generator().manual_seed(0)
         self._dtype = model.dtype
         typed: Any = model
@@ -136,6 +192,7 @@ class _Packer:
                 self._stack(model)
 
     def undo(self) -> None:
+        """Put everything back; only where all weights are floats."""
         for undo in reversed(self.undos):
             undo()
         self.undos.clear()
@@ -156,11 +213,13 @@ class _Packer:
             return
         x = self._random(gate.weight.shape[1])
         expected = module(x)
-        packed = PackedWeight([gate.weight, up.weight], [gate.bias, up.bias], gated=True)
-        below = PackedWeight([down.weight], [down.bias])
-        stand_in = GatedMLP(packed, below)
-        if self._matches(stand_in(x), expected, name, module):
-            self._replace(parent, name, stand_in, [(packed, [gate, up]), (below, [down])])
+        for kind in self._formats.of(output=False):
+            packed = self._formats.pack([gate, up], kind, gated=True)
+            below = self._formats.pack([down], kind)
+            stand_in = GatedMLP(packed, below)
+            if self._matches(kind, stand_in(x), expected, name, module):
+                self._replace(parent, name, stand_in, [(packed, [gate, up]), (below, [down])])
+                return
 
     def _attention_inputs(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         del parent, name
@@ -168,15 +227,17 @@ class _Packer:
         if parts is None or len({part.weight.shape[1] for part in parts}) != 1:
             return
         x = self._random(parts[0].weight.shape[1])
-        packed = PackedWeight([part.weight for part in parts], [part.bias for part in parts])
-        shared = SharedInput(packed)
-        stand_ins = [SharedLinear(shared, i) for i in range(len(parts))]
-        for stand_in, part, part_name in zip(stand_ins, parts, _ATTENTION_INPUTS, strict=True):
-            if not self._matches(stand_in(x), part(x), part_name, part):
+        expected = [part(x) for part in parts]
+        for kind in self._formats.of(output=False):
+            packed = self._formats.pack(parts, kind)
+            shared = SharedInput(packed)
+            stand_ins = [SharedLinear(shared, i) for i in range(len(parts))]
+            results = [stand_in(x) for stand_in in stand_ins]
+            if all(map(self._matches, [kind] * 3, results, expected, _ATTENTION_INPUTS, parts)):
+                for i, part_name in enumerate(_ATTENTION_INPUTS):
+                    freed = [(packed, parts)] if i == 0 else []
+                    self._replace(module, part_name, stand_ins[i], freed)
                 return
-        for i, part_name in enumerate(_ATTENTION_INPUTS):
-            freed = [(packed, parts)] if i == 0 else []
-            self._replace(module, part_name, stand_ins[i], freed)
 
     def _norm(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
@@ -200,21 +261,25 @@ class _Packer:
         expected = module(x)
         for scale in (weight, 1.0 + weight.float()):
             stand_in = NativeRMSNorm(scale, epsilon)
-            if _relative_maximum(stand_in(x), expected) <= MODULE_TOLERANCE[torch.float32]:
+            if relative_maximum(stand_in(x), expected) <= MODULE_TOLERANCE[torch.float32]:
                 self._replace(parent, name, stand_in, [])
                 return
 
     def _linear(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         if not _is_packable(module, self._dtype):
             return
-        weight = _matrix(module)
+        weight = matrix(module)
         if weight.shape[0] < 16:
             return
         x = self._random(weight.shape[1])
-        packed = PackedWeight([weight], [module.bias])  # type: ignore[list-item]
-        stand_in = PackedLinear(packed, torch.float32 if module is self._output else None)
-        if self._matches(stand_in(x), module(x), name, module):
-            self._replace(parent, name, stand_in, [(packed, [module])])
+        expected = module(x)
+        is_output = module is self._output
+        for kind in self._formats.of(is_output):
+            packed = self._formats.pack([module], kind)
+            stand_in = PackedLinear(packed, torch.float32 if is_output else None)
+            if self._matches(kind, stand_in(x), expected, name, module):
+                self._replace(parent, name, stand_in, [(packed, [module])])
+                return
 
     def _layer(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         if can_be_fused(module):
@@ -227,22 +292,9 @@ class _Packer:
 
     def _rotary(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
         del parent, name
-        forward = inspect.unwrap(type(module).forward)
-        if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
-            return
-        rotary = _fast_rotary(forward.__globals__.get(_ROTARY), self._dtype)
-        if rotary is None or "forward" in vars(module):
-            return
-        over = types.FunctionType(
-            forward.__code__,
-            {**forward.__globals__, _ROTARY: rotary},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        over.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = types.MethodType(over, module)
-        self.undos.append(lambda: delattr(module, "forward"))
+        undo = take_over_rotary(module, self._dtype)
+        if undo is not None:
+            self.undos.append(undo)
 
     def _layers(self, module: torch.nn.Module, names: tuple[str, ...]) -> list[Any] | None:
         """A module's linear layers of these names, if it has all of them and all can be packed."""
@@ -255,14 +307,18 @@ class _Packer:
         return torch.randn(1, _TEST_ROWS, width, generator=self._generator).to(self._dtype)
 
     def _matches(
-        self, result: torch.Tensor, expected: torch.Tensor, name: str, module: torch.nn.Module
+        self, kind: Format, result: torch.Tensor, expected: torch.Tensor, name: str, module: torch.nn.Module
     ) -> bool:
-        difference = _relative_maximum(result, expected)
-        if difference <= MODULE_TOLERANCE[self._dtype]:
+        if kind == "floats":
+            difference, allowed = relative_maximum(result, expected), MODULE_TOLERANCE[self._dtype]
+        else:
+            difference, allowed = relative_rms(result, expected), QUANTIZED_MODULE_TOLERANCE[kind]
+        if difference <= allowed:
             return True
         log.info(
-            "%s (%s) stays as it is: packed, it differs by %.1e", name, type(module).__name__, difference
-        )
+            "%s (%s) is not packed as %s: it would differ by %.1e (allowed: %.1e)",
+            name, type(module).__name__, kind, difference, allowed,
+        )  # fmt: skip
         return False
 
     def _replace(
@@ -276,7 +332,8 @@ class _Packer:
         original = getattr(parent, name)
         taken = []
         for packed, layers in freed:
-            self.weight_bytes += packed.data.nbytes
+            self.weight_bytes += packed.nbytes
+            self.num_quantized += packed.is_quantized
             for i, layer in enumerate(layers):
                 if id(layer.weight) not in self._kept:
                     taken.append((layer, packed, i))
@@ -285,34 +342,11 @@ class _Packer:
 
         def undo() -> None:
             for layer, packed, i in taken:
-                weight = packed.unpacked()[i]
+                weight = unpacked_floats(packed)[i]
                 layer.weight.data = weight.T.contiguous() if isinstance(layer, Conv1D) else weight
             setattr(parent, name, original)
 
         self.undos.append(undo)
-
-
-_ROTARY = "apply_rotary_pos_emb"
-
-
-@functools.cache
-def _fast_rotary(original: Any, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """A stand-in for a model family's function that applies rotary positions, if it does what they mostly do."""
-    if not callable(original):
-        return None
-    rotary = native_rotary(original)
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 16, generator=generator).to(dtype) for heads in (4, 2))
-    cos, sin = (torch.randn(1, 3, 16, generator=generator).to(dtype) for _ in range(2))
-    try:
-        expected = original(q, k, cos, sin)
-        same = all(
-            _relative_maximum(ours, theirs) <= MODULE_TOLERANCE[dtype]
-            for ours, theirs in zip(rotary(q, k, cos, sin), expected, strict=True)
-        )
-    except Exception:
-        return None  # of another signature or shape
-    return rotary if same else None
 
 
 def _children(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -336,22 +370,3 @@ def _is_packable(module: object, dtype: torch.dtype) -> bool:
         and module.weight.dtype is dtype
         and module.weight.numel() > 0
     )
-
-
-def _matrix(module: torch.nn.Module) -> torch.Tensor:
-    """A linear layer's weight as (outputs, inputs)."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.T if isinstance(module, Conv1D) else weight
-
-
-def _relative_maximum(result: torch.Tensor, expected: torch.Tensor) -> float:
-    if result.shape != expected.shape:
-        return float("inf")
-    a, b = result.float(), expected.float()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-
-
-def _relative_rms(result: torch.Tensor, expected: torch.Tensor) -> float:
-    a, b = result.float(), expected.float()
-    return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-30))

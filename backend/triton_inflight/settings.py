@@ -34,6 +34,7 @@ from triton_inflight.triton_config import (
 from triton_inflight.values import read_value
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
 BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 UnknownParameters = Literal["error", "warn"]
 
@@ -78,6 +79,7 @@ class Settings:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     dtype: Dtype = "bfloat16"
+    quantization: Quantization = "none"
     max_tokens_in_paged_kv_cache: int | None = None
     kv_cache_bytes: int | None = None
     tokens_per_block: int = 32
@@ -239,6 +241,11 @@ PARAMETERS: tuple[Parameter, ...] = (
         "dtype",
         kinds.choice("float32", "bfloat16", "float16"),
         "Number type of the weights and the KV cache.",
+    ),
+    Parameter(
+        "quantization",
+        kinds.choice("none", "int8", "int4"),
+        "Weights of linear layers in 8 or 4 bits, made at load, multiplied with inputs of 8 bits; on CPUs only.",
     ),
     Parameter(
         "max_tokens_in_paged_kv_cache",
@@ -458,6 +465,8 @@ def _conflicts(settings: Settings | _Draft) -> list[str]:
             f"parameters.max_running_sequences: {running} is more than max_batch_size: {batch_size}, which "
             f"is all that Triton hands over at a time. Raise max_batch_size, or delete max_running_sequences"
         )
+    if settings.quantization != "none":
+        problems += _conflicts_of_quantization(settings)
     at_once = running or batch_size
     if settings.max_num_tokens < at_once:
         source = "max_running_sequences" if running else "max_batch_size"
@@ -465,6 +474,22 @@ def _conflicts(settings: Settings | _Draft) -> list[str]:
         problems.append(
             f"parameters.max_num_tokens: {settings.max_num_tokens} is less than {source}: {at_once}, and in "
             f"a step every sequence needs at least one token. Write {enough}"
+        )
+    return problems
+
+
+def _conflicts_of_quantization(settings: Settings | _Draft) -> list[str]:
+    problems = []
+    if settings.device != "cpu":
+        problems.append(
+            f"parameters.quantization: {settings.quantization!r} beside instance_group.kind: "
+            f"{settings.instances.kind}; quantised weights are multiplied by CPUs only. Write "
+            f"instance_group [ {{ kind: KIND_CPU }} ], or {parameter_text('quantization', 'none')}"
+        )
+    if settings.dtype == "float16":
+        problems.append(
+            f"parameters.quantization: {settings.quantization!r} beside dtype: 'float16'; what is not quantised "
+            f"must be in bfloat16 or float32. Write {parameter_text('dtype', 'bfloat16')}"
         )
     return problems
 
