@@ -37,6 +37,8 @@ from triton_inflight.weights import DEFAULT_REFERENCE  # noqa: E402
 
 RATES = ("decode", "end_to_end", "prefill")
 DEFAULT_SEQUENCES = [1, 8, 16, 32]
+DEFAULT_QUANTIZATION = ["none"]
+BASELINE = "baseline"
 PARTS = (
     "plan",
     "batch",
@@ -50,11 +52,12 @@ PARTS = (
 )
 
 
-def load(model: str, dtype: str, tokens: int, packed: bool) -> Engine:
+def load(model: str, dtype: str, tokens: int, quantization: str = "none", packed: bool = True) -> Engine:
     """An engine, of the model as it is served or as it comes."""
     settings = Settings(
         model=model,
         dtype=dtype,  # type: ignore[arg-type]
+        quantization=quantization,  # type: ignore[arg-type]
         max_batch_size=256,
         max_tokens_in_paged_kv_cache=tokens,
         enable_kv_cache_reuse=False,
@@ -144,6 +147,9 @@ def main(
     parts: Annotated[
         bool, typer.Option("--parts", help="Add what a step is made of; measured in a run of its own.")
     ] = False,
+    quantization: Annotated[
+        list[str], typer.Option(help="none, int8 or int4; several run in turn, compared with the first.")
+    ] = DEFAULT_QUANTIZATION,
     model: Annotated[str, typer.Option(help="Model reference, as in config.pbtxt.")] = DEFAULT_REFERENCE,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(help="Threads; 0 is as many as torch takes by itself.")] = 0,
@@ -155,14 +161,18 @@ def main(
     output tokens from the first request to the last answer; prefill counts prompt tokens of the steps that run
     some. Compare kernels by setting TRITON_INFLIGHT_ISA to portable, avx2, avx512 or avx512_bf16.
 
-    Example: python benchmarks/step.py --sequences 1 --sequences 32 --baseline --parts
+    Examples:
+
+    python benchmarks/step.py --sequences 1 --sequences 32 --baseline --parts
+
+    python benchmarks/step.py --quantization none --quantization int8 --quantization int4
     """
     if threads:
         torch.set_num_threads(threads)
     tokens = max(sequences) * (inputs + outputs + 64)
-    engines = {"served": load(model, dtype, tokens, packed=True)}
-    if baseline:
-        engines["baseline"] = load(model, dtype, tokens, packed=False)
+    engines = {BASELINE: load(model, dtype, tokens, packed=False)} if baseline else {}
+    engines |= {name: load(model, dtype, tokens, name) for name in quantization}
+    first, *others = engines
     results = []
     for count in sequences:
         rates: dict[str, dict[str, list[float]]] = {
@@ -179,11 +189,9 @@ def main(
             result[name] = {rate: Spread.of(values) for rate, values in rates[name].items()}
             if parts:
                 result[name]["parts_ms"] = breakdown(subject, count, inputs, outputs)
-        if baseline:
-            result["ratio"] = {
-                rate: Spread.of(
-                    [a / b for a, b in zip(rates["served"][rate], rates["baseline"][rate], strict=True)]
-                )
+        for name in others:
+            result[name]["ratio"] = {
+                rate: Spread.of([a / b for a, b in zip(rates[name][rate], rates[first][rate], strict=True)])
                 for rate in RATES
             }
         results.append(result)
@@ -210,10 +218,9 @@ def text(report: dict[str, Any]) -> str:
         f"{report['input']} tokens in, {report['output']} out; median (min to max) of {report['rounds']} rounds"
     ]
     for result in report["results"]:
-        for name in ("served", "baseline"):
-            if name not in result:
+        for name, values in result.items():
+            if name == "sequences":
                 continue
-            values = result[name]
             lines.append(
                 f"{result['sequences']:>3} {name:<9} decode {values['decode'].in_words()} tok/s, "
                 f"step {values['step_ms'].in_words(1)} ms, end to end {values['end_to_end'].in_words()}, "
@@ -222,9 +229,9 @@ def text(report: dict[str, Any]) -> str:
             if "parts_ms" in values:
                 shares = ", ".join(f"{part} {ms:.2f}" for part, ms in values["parts_ms"].items())
                 lines.append(f"      mean ms of a step: {shares}")
-        if "ratio" in result:
-            ratios = ", ".join(f"{rate} {values.in_words(2)}" for rate, values in result["ratio"].items())
-            lines.append(f"    ratio     {ratios}")
+            if "ratio" in values:
+                ratios = ", ".join(f"{rate} {ratio.in_words(2)}" for rate, ratio in values["ratio"].items())
+                lines.append(f"      of the first: {ratios}")
     return "\n".join(lines)
 
 
