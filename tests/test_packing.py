@@ -19,7 +19,7 @@ from triton_inflight.conformance import logits_in_pieces
 from triton_inflight.decoder_stack import DecoderStack
 from triton_inflight.fused import GatedMLP, NativeRMSNorm, PackedLinear, SharedInput, native_rotary
 from triton_inflight.fused_layer import FusedLayer
-from triton_inflight.packed_weight import packed_floats, unpacked_floats
+from triton_inflight.packed_weight import packed_floats, unpacked
 from triton_inflight.packing import Packed, pack
 from triton_inflight.rotary_takeover import fast_rotary
 
@@ -133,7 +133,7 @@ def test_silu_of_large_numbers() -> None:
 def test_unpacking_gives_back_every_bit(gated: bool, dtype: torch.dtype) -> None:
     weights = [random(n, 31, dtype=dtype, seed=i) for i, n in enumerate((37, 37) if gated else (37, 5, 64))]
     packed = packed_floats(weights, [None] * len(weights), gated)
-    assert all(torch.equal(a, b) for a, b in zip(unpacked_floats(packed), weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpacked(packed), weights, strict=True))
 
 
 @pytest.mark.usefixtures("isa")

@@ -22,9 +22,10 @@ from triton_inflight.gguf_cache import CACHE_VARIABLE
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.loader import load_engine
-from triton_inflight.packed_weight import PackedWeight
+from triton_inflight.packed_weight import PackedWeight, packed_int4, packed_int8, unpacked
 from triton_inflight.packing import Packed, pack
 from triton_inflight.planner import Run
+from triton_inflight.quantized_numbers import quantized_int4, quantized_int8
 from triton_inflight.runner import Runner
 from triton_inflight.sequence import Sequence
 from triton_inflight.settings import Settings
@@ -136,7 +137,17 @@ def test_a_layer_that_cannot_be_quantised_keeps_its_floats(caplog: pytest.LogCap
 
 
 class FallsApart(GPT2LMHeadModel):
-    """Says something else once its output layer is quantised."""
+    """Says something else once its output layer has the values of whole numbers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if getattr(self.lm_head, "weight", None) is not self.transformer.wte.weight:
+            output.logits = output.logits.roll(1, dims=-1)
+        return output
+
+
+class NeedsItsInputs(GPT2LMHeadModel):
+    """Says something else once the inputs of its output layer are rounded."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -159,6 +170,7 @@ class HearsItsMates(GPT2LMHeadModel):
     ("kind", "reason"),
     [
         (FallsApart, r"its logits then differ by .* of their root mean square \(allowed: 1.5e-01\)"),
+        (NeedsItsInputs, r"with inputs of 8 bits its logits differ by .* \(allowed: 1.0e-01\)"),
         (HearsItsMates, r"the logits of a sequence then change by .* with who shares its steps"),
     ],
 )
@@ -169,6 +181,37 @@ def test_a_model_that_quantisation_breaks_is_refused(kind: type[GPT2LMHeadModel]
         ModelError, match=f"{kind.__name__} cannot be served with quantization int8: {reason}"
     ):
         quantized(kind(config).eval(), "int8")
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_kernel_that_is_wrong_in_one_row_of_many_is_refused(
+    quantization: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PackedWeight.products
+
+    def wrong(self: PackedWeight, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = right(self, x)
+        if len(x) > 8:
+            parts[-1][:, 7] *= 1.01
+        return parts
+
+    monkeypatch.setattr(PackedWeight, "products", wrong)
+    with pytest.raises(ModelError, match=r"the product of 15 rows with .* do not work on this machine"):
+        quantized(tiny_model("llama"), quantization)
+
+
+def test_what_whole_numbers_mean_is_read_back_from_the_packed_order() -> None:
+    """Parts of sizes that fill no panel, gated ones too."""
+    weights = [torch.randn(n, 70, generator=torch.Generator().manual_seed(n)) for n in (37, 5, 64)]
+    for parts, gated in ((weights, False), ([weights[0], -weights[0]], True)):
+        biases = [None] * len(parts)
+        int8, int4 = [quantized_int8(part) for part in parts], [quantized_int4(part) for part in parts]
+        for numbers, packed in (
+            (int8, packed_int8(int8, torch.float32, biases, gated)),
+            (int4, packed_int4(int4, 70, torch.float32, biases, gated)),
+        ):
+            expected = [one.dequantized()[:, :70] for one in numbers]
+            assert all(map(torch.equal, unpacked(packed), expected))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

@@ -17,6 +17,13 @@ QUANTIZED_MODEL_TOLERANCE = {"int8": 0.15, "int4": 0.5}
 """As ``MODEL_TOLERANCE``. It tells a model that can be quantised from one that falls apart, not a good one from a
 better one."""
 
+ROUNDED_INPUT_TOLERANCE = 0.1
+"""As ``MODEL_TOLERANCE``, between quantised weights that are multiplied with rounded inputs and the same weights in the
+model's own code."""
+
+PRODUCT_TOLERANCE = 1e-4
+"""Largest difference of a product of whole numbers from the same in float32, relative to the largest number."""
+
 COUPLING_TOLERANCE = 1e-4
 """Largest change of a quantised model's logits with who shares a step, relative to the largest logit."""
 

@@ -81,6 +81,7 @@ class PackedWeight:
         spans: first and end column of each part in the output.
         width: columns of the output, ``spans[-1]``'s end.
         runtime: version and threads of the kernels.
+        biases: as they were given.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class PackedWeight:
     ) -> None:
         self.data, self.order, self.inputs, self.kind, self.dtype = data, order, inputs, kind, dtype
         self.spans, self.width = order.spans, order.width
+        self.biases = biases
         self._scales = None if scales is None else order.arranged(scales).flatten().contiguous()
         self._bias = _arranged_biases(order, biases)
         multiple = {_native.WeightType.float32: 1, _native.WeightType.bf16: 2}.get(kind, GROUP)
@@ -112,6 +114,11 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Memory of the numbers and their scales."""
         return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    def scales(self) -> torch.Tensor:
+        """(columns, 1) of int8, float32, in the order of the packed columns."""
+        assert self._scales is not None
+        return self._scales[:, None]
 
     @property
     def is_quantized(self) -> bool:
@@ -131,12 +138,20 @@ class PackedWeight:
         Raises:
             ValueError: ``x`` has another width or type.
         """
+        return self._product(x, self.width, dtype).view(*x.shape[:-1], self.width)
+
+    def products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Each part's (outputs, rows) in float32, of (rows, inputs)."""
+        out = self._product(x, rounded(self.width, PANEL), torch.float32)
+        return self.order.parts(out.T.contiguous())
+
+    def _product(self, x: torch.Tensor, columns: int, dtype: torch.dtype | None) -> torch.Tensor:
         rows = self.input_rows(x)
-        out = rows.new_empty(rows.shape[0], self.width, dtype=dtype)
+        out = rows.new_empty(rows.shape[0], columns, dtype=dtype)
         _native.linear(
-            self.runtime, self.native, argument(rows), self.inputs, rows.shape[0], argument(out), self.width
+            self.runtime, self.native, argument(rows), self.inputs, rows.shape[0], argument(out), columns
         )
-        return out.view(*x.shape[:-1], self.width)
+        return out
 
     def input_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as (rows, inputs), checked: the kernels read whatever is at its address.
@@ -162,12 +177,15 @@ def packed_floats(weights: Sequence[torch.Tensor], biases: Biases, gated: bool =
     return PackedWeight(data, order, weights[0].shape[1], kind, dtype, biases)
 
 
-def unpacked_floats(packed: PackedWeight) -> list[torch.Tensor]:
-    """The parts' (outputs, inputs) weights, as they were given to ``packed_floats``."""
-    panels = rounded(packed.width, PANEL) // PANEL
-    columns = packed.data.view(torch.int32).view(panels, -1, PANEL).transpose(1, 2)
-    rows = columns.reshape(panels * PANEL, -1).view(packed.dtype)[:, : packed.inputs]
-    return packed.order.parts(rows.contiguous())
+def unpacked(packed: PackedWeight) -> list[torch.Tensor]:
+    """The parts' (outputs, inputs) weights: those given to ``packed_floats``; float32 of what whole numbers mean."""
+    if packed.kind == _native.WeightType.int8:
+        rows = (_columns(packed).view(torch.uint8) ^ 0x80).view(torch.int8) * packed.scales()
+    elif packed.kind == _native.WeightType.int4:
+        rows = _int4_numbers(packed.data).dequantized()
+    else:
+        rows = _columns(packed).view(packed.dtype)
+    return packed.order.parts(rows[:, : packed.inputs].contiguous())
 
 
 def packed_int8(
@@ -201,6 +219,16 @@ def packed_int4(
     return PackedWeight(data, order, inputs, _native.WeightType.int4, dtype, biases)
 
 
+def _int4_numbers(data: torch.Tensor) -> Int4Numbers:
+    """In the order of the packed columns; the other way round than ``packed_int4``."""
+    panels, groups = data.shape[:2]
+    both = data[..., : GROUP * HALF_PANEL].reshape(panels, groups, GROUP // QUAD, HALF_PANEL, QUAD)
+    quads = torch.cat([both & 0x0F, both >> 4], dim=3)
+    halves = data[..., GROUP * HALF_PANEL :].contiguous().view(torch.float16).view(panels, groups, 2, PANEL)
+    scales, minima = (halves[:, :, i].transpose(1, 2).reshape(panels * PANEL, groups) for i in (0, 1))
+    return Int4Numbers(quads.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, -1), scales, minima)
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """(rows, width) with the numbers of a row next to each other."""
     rows = x.reshape(-1, x.shape[-1])
@@ -220,6 +248,13 @@ def rounded(size: int, multiple: int) -> int:
 def _panels(words: torch.Tensor) -> torch.Tensor:
     """(columns, words) -> (panels, words, 32): what moves are words of 4 bytes."""
     return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
+
+
+def _columns(packed: PackedWeight) -> torch.Tensor:
+    """(columns, words): the other way round than ``_panels``."""
+    panels = rounded(packed.width, PANEL) // PANEL
+    words = packed.data.view(torch.int32).view(panels, -1, PANEL)
+    return words.transpose(1, 2).reshape(panels * PANEL, -1)
 
 
 def _arranged_biases(order: ColumnOrder, biases: Biases) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 GROUP = 32
 """Inputs that share a scale in weights of 4 bits, and in rows that are multiplied with weights of whole numbers."""
@@ -91,6 +92,23 @@ def quantized_int4(weight: torch.Tensor) -> Int4Numbers:
             torch.where(better, numbers.minima, best.minima),
         )
     return best
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """What rows become that are multiplied with whole numbers, by the same operations as in cpp_ext/integer_rows.hpp.
+
+    Args:
+        x: (rows, inputs).
+
+    Returns:
+        (rows, inputs) float32.
+    """
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    peak = groups.abs().amax(-1, keepdim=True)
+    # Between tensors: torch would turn the quotient with a number into a product with its reciprocal.
+    largest = torch.tensor(float(_INT8_LARGEST))
+    values = torch.round(groups * torch.where(peak > 0, largest / peak, 0.0))
+    return (peak / largest * values).flatten(1)[:, : x.shape[1]]
 
 
 def _int4_of(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[Int4Numbers, torch.Tensor]:
