@@ -6,6 +6,7 @@ import http.client
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -38,29 +39,46 @@ def assert_at_rest(server: TritonServer, name: str) -> None:
     settled(server, lambda s: s.value("inflight_sequences", model=name) == 0)
 
 
-def assert_slots_usable(server: TritonServer, name: str, slots: int, max_tokens: int = _ENDLESS) -> None:
-    """As many new sequences as there are slots run in one step; a slot that leaked makes that impossible."""
+class Leaving(Protocol):
+    """A client that runs until it leaves."""
+
+    def leave(self) -> None: ...
+
+
+def assert_slots_usable(
+    server: TritonServer,
+    name: str,
+    slots: int,
+    max_tokens: int = _ENDLESS,
+    client: Callable[[TritonServer, str, int], Leaving] | None = None,
+) -> None:
+    """As many new sequences as there are slots run in one step; a slot that leaked makes that impossible.
+
+    Args:
+        client: starts a client of a model for so many tokens; a stream over HTTP unless something else is said.
+    """
 
     def full_steps() -> float:
         histogram = scrape(server.metrics_url).histogram("inflight_step_sequences", model=name)
         return histogram.get(slots, 0.0)  # absent before the first step
 
+    def start() -> Leaving:
+        return (client or _stream)(server, name, max_tokens)
+
     assert_at_rest(server, name)
     before = full_steps()
-    wait_until(
-        lambda: _fill(server, name, slots, max_tokens, lambda: full_steps() > before), "all slots in a step"
-    )
+    wait_until(lambda: _fill(slots, start, lambda: full_steps() > before), "all slots in a step")
     assert_at_rest(server, name)
 
 
-def _fill(
-    server: TritonServer, name: str, slots: int, max_tokens: int, condition: Callable[[], bool]
-) -> bool:
-    """Open a stream for every slot; whether the condition comes true while they run or shortly after."""
+def _stream(server: TritonServer, name: str, max_tokens: int) -> Leaving:
+    return Disconnecting(server, name, "slot", max_tokens=max_tokens)
+
+
+def _fill(slots: int, start: Callable[[], Leaving], condition: Callable[[], bool]) -> bool:
+    """Start a client for every slot; whether the condition comes true while they run or shortly after."""
     with ThreadPoolExecutor(slots) as pool:
-        streams = list(
-            pool.map(lambda _: Disconnecting(server, name, "slot", max_tokens=max_tokens), range(slots))
-        )
+        clients = list(pool.map(lambda _: start(), range(slots)))
     try:
         for _ in range(10):  # the metrics lag by a period of the watcher
             if condition():
@@ -68,8 +86,8 @@ def _fill(
             time.sleep(0.05)
         return False
     finally:
-        for stream in streams:
-            stream.leave()
+        for client in clients:
+            client.leave()
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,16 +12,21 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
-from conftest import byte_tokenizer, random_prompt, solo, tiny_model
+from conftest import byte_tokenizer, random_prompt, solo
+from idle import assert_slots_usable, endless_model
 from serving import add_model, generate, save_model, settled
 from triton_inflight.launcher import TritonServer
+from triton_inflight.scrape import scrape
 
 pytestmark = pytest.mark.server
+
+SLOTS = 8
+LONG = 3000  # tokens: some seconds of generation
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama")
+    return endless_model()
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +36,33 @@ def server(tmp_path_factory: pytest.TempPathFactory, model) -> Iterator[TritonSe
         repository,
         "unary",
         save_model(tmp_path_factory.mktemp("weights"), model),
+        slots=SLOTS,
         dtype="float32",
-        max_tokens_in_paged_kv_cache=8192,
+        max_tokens_in_paged_kv_cache=32768,
         edit=lambda text: text + "\nmodel_transaction_policy { decoupled: false }\n",
     )
-    with TritonServer(repository) as running:
+    with TritonServer(repository, options=["--exit-timeout-secs=60"]) as running:
         yield running
+        assert running.stop() == 0, (
+            "the model unloaded, and nothing was left for Triton's exit timeout to end"
+        )
+
+
+class _Infer:
+    """A gRPC `infer` call on its way, that can be cancelled."""
+
+    def __init__(self, server: TritonServer, name: str, max_tokens: int) -> None:
+        self._client = grpcclient.InferenceServerClient(server.grpc_url)
+        tensor = grpcclient.InferInput("text_input", [1, 1], "BYTES")
+        tensor.set_data_from_numpy(np.array([[b"cancelled"]], dtype=object))
+        self._call = self._client.async_infer(
+            name, [tensor], callback=lambda **_: None, parameters={"max_tokens": max_tokens}
+        )
+
+    def leave(self) -> None:
+        """Cancel the call."""
+        self._call.cancel()
+        self._client.close()
 
 
 def _infer(kind, url: str, text: str, **parameters: object) -> str:
@@ -78,3 +106,22 @@ def test_an_error_is_the_one_response(server: TritonServer) -> None:
         "stop",
     )
     settled(server, lambda s: s.value("inflight_kv_blocks", state="used") == 0)
+
+
+def test_cancelled_infer_calls_leave_nothing(server: TritonServer) -> None:
+    """Whether before its first trip, in a step, between two trips, in the backlog or at its last token.
+
+    Triton drops a cancelled request that waits for a trip without a word to the model, and keeps its slot.
+    """
+
+    def cancel(seed: int) -> None:
+        dice = random.Random(seed)
+        call = _Infer(server, "unary", dice.choice([1, 2, 3, 5, 50, LONG]))
+        time.sleep(dice.uniform(0, dice.choice([0.01, 0.1])))
+        call.leave()
+
+    before = scrape(server.metrics_url).value("inflight_sequences_total", outcome="cancelled")
+    with ThreadPoolExecutor(2 * SLOTS) as pool:
+        list(pool.map(cancel, range(300)))
+    assert_slots_usable(server, "unary", SLOTS, client=_Infer)
+    settled(server, lambda s: s.value("inflight_sequences_total", outcome="cancelled") > before)

@@ -21,6 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triton_inflight.errors import InflightError, RequestError
+from triton_inflight.finals import Finals
 from triton_inflight.outbox import Outbox
 from triton_inflight.outputs import Tensor
 from triton_inflight.settings import Settings, auto_complete
@@ -84,27 +85,29 @@ class TritonPythonModel:
         )
         metrics = Metrics(_MetricMaker(common))
         self._outbox = Outbox()
-        self._slots = Slots(_StartSender(args["model_name"], int(args["model_version"])))
-        self._holds_back = self._settings.scheduler == "iterative" and self._settings.decoupled
+        instances = self._settings.instances
+        iterative = self._settings.scheduler == "iterative"
+        self._slots = Slots(
+            _StartSender(args["model_name"], int(args["model_version"])),
+            sees_all=iterative and instances.count * max(1, len(instances.gpus)) == 1,
+        )
+        self._finals = Finals(self._slots.reclaim)
+        self._holds_back = iterative
         self._lifecycle = make_lifecycle(
             self._settings, engine, defaults, metrics, self._slots.reclaim, self._outbox.flush
         )
         keep_out_of_collections()
 
-    def execute(self, requests: list[Any]) -> list[Any] | None:
-        """One trip.
-
-        Returns:
-            Nothing; of a model with ``decoupled: false`` each request's response, None where it goes on.
-        """
-        self._slots.trip_begins()
-        slots = self._slots if self._holds_back else None
-        carriers = [_Carrier(request, self._settings, self._outbox, slots) for request in requests]
+    def execute(self, requests: list[Any]) -> None:
+        """One trip. Whatever the transaction policy, responses go through response senders."""
+        self._finals.trip_begins()
+        finals = self._finals if self._holds_back else None
+        carriers = [_Carrier(request, self._settings, self._outbox, finals) for request in requests]
         readable = [c for c in carriers if c.is_readable() and not c.is_reclaiming()]
+        self._slots.trip_begins(carrier.correlation_id for carrier in carriers)
         self._outbox.flush()
         self._lifecycle.trip(readable)
-        self._slots.trip_ended(len(carriers), next_is_near=any(carrier.goes_on for carrier in carriers))
-        return None if self._settings.decoupled else [carrier.sender.response for carrier in carriers]
+        self._finals.trip_ended(len(carriers), next_is_near=any(carrier.goes_on for carrier in carriers))
 
     def is_ready(self) -> bool:
         """Whether to send requests here: what ``v2/models/NAME/ready`` asks, on servers later than March 2026."""
@@ -114,6 +117,7 @@ class TritonPythonModel:
         """Unload."""
         self._lifecycle.close()
         self._outbox.close()
+        self._finals.close()
         self._slots.close()
 
 
@@ -122,22 +126,22 @@ class _Carrier:
 
     Args:
         outbox: what sends responses.
-        slots: what sends final responses later; None sends them at once.
+        finals: what sends final responses later; None sends them at once.
     """
 
-    def __init__(self, request: Any, settings: Settings, outbox: Outbox, slots: Slots | None) -> None:
+    def __init__(self, request: Any, settings: Settings, outbox: Outbox, finals: Finals | None) -> None:
         self._request = request
         self._ready_control = settings.ready_control
         flags = request.flags()
         in_sequences = settings.scheduler in ("iterative", "sequence")
         self.starts = not in_sequences or bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         self.ends = in_sequences and bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
-        self.sender = request.get_response_sender() if settings.decoupled else _UnarySender()
+        self.sender = request.get_response_sender()
         self.correlation_id: int | str = 0
         self.identity = ("", "")
         self.goes_on = False
         self._outbox = outbox
-        self._slots = None if self.ends else slots  # with END, Triton gives the slot back in any case
+        self._finals = None if self.ends else finals  # with END, Triton gives the slot back in any case
 
     def is_readable(self) -> bool:
         """Take in the text that Triton hands over unchecked; refuse a request whose text cannot be decoded."""
@@ -156,15 +160,15 @@ class _Carrier:
         if self.correlation_id == 0 and not self.starts:
             # Triton's model_warmup passes by its batcher: without START or an ID, and it is not brought back.
             self.starts = self.ends = True
-            self._slots = None
+            self._finals = None
         return True
 
     def is_reclaiming(self) -> bool:
         """Whether it is of our own, to get a slot back; then it is answered at once."""
         if self.identity[0] != RECLAIMING:
             return False
-        self._slots = None
-        self.refuse(RequestError("the slot was given back"))
+        self._finals = None
+        self.refuse(RequestError(RECLAIMING))
         return True
 
     def is_padding(self) -> bool:
@@ -199,10 +203,10 @@ class _Carrier:
     def _send_final(self, make_response: Callable[[], Any]) -> None:
         sender, flag = self.sender, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         final = lambda: sender.send(make_response(), flag)  # noqa: E731
-        if self._slots is None:
+        if self._finals is None:
             self._outbox.post(id(self), final)
         else:
-            self._slots.hold_back(self.correlation_id, self.sender, final)
+            self._finals.hold_back(self.correlation_id, self.sender, final)
 
     def reschedule(self) -> None:
         self.goes_on = True
@@ -213,20 +217,6 @@ def _response(tensors: Mapping[str, Tensor]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()])
 
 
-class _UnarySender:
-    """Stands for a response sender where Triton takes one response a request, as the trip's return value."""
-
-    def __init__(self) -> None:
-        self.response: Any = None
-
-    def send(self, response: Any, _flags: int) -> None:
-        self.response = response
-
-    def is_cancelled(self) -> bool:
-        """Unknown between trips: only the request itself can be asked, and only in a trip."""
-        return False
-
-
 class _StartSender:
     """Sends a model a request of our own; see ``slots.Slots``."""
 
@@ -234,7 +224,7 @@ class _StartSender:
         self._name = model_name
         self._version = model_version
 
-    def __call__(self, correlation_id: int | str) -> None:
+    def __call__(self, correlation_id: int | str, timeout_microseconds: int) -> bool:
         request = pb_utils.InferenceRequest(
             model_name=self._name,
             model_version=self._version,
@@ -243,10 +233,13 @@ class _StartSender:
             requested_output_names=["text_output"],
             correlation_id=correlation_id,
             flags=pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
-            timeout=1_000_000,  # microseconds in Triton's backlog: what has to wait there holds no slot
+            timeout=timeout_microseconds,
         )
-        for response in request.exec(decoupled=True):
-            log.debug("sequence %s, after its end: %s", correlation_id, response.error())
+        errors = [
+            response.error().message() for response in request.exec(decoupled=True) if response.has_error()
+        ]
+        log.debug("sequence %s, started to get its slot back: %s", correlation_id, errors)
+        return any(RECLAIMING in error for error in errors)
 
 
 class _MetricMaker:

@@ -346,9 +346,7 @@ class Lifecycle:
         now = time.monotonic()
         stopping = self._stop.end is not None and now >= self._stop.end
         for sequence_id, visit in trip.items():
-            if visit.open and not self._settings.decoupled and visit.carrier.is_cancelled():
-                self._cancel(sequence_id, trip)  # there is no sender for the watcher to ask
-            elif visit.open and (stopping or now >= visit.client.deadline):
+            if visit.open and (stopping or now >= visit.client.deadline):
                 self._deliver(trip, self._engine.finish(sequence_id, "cancelled" if stopping else "timeout"))
         return [sequence_id for sequence_id, visit in trip.items() if visit.open]
 

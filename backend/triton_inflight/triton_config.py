@@ -277,8 +277,8 @@ def _check_transaction_policy(config: Config, findings: Findings) -> None:
         )
     elif not policy["decoupled"]:
         findings.warnings.append(
-            "model_transaction_policy.decoupled: false; this model gives one response and refuses stream, and Triton "
-            "tells it less of clients that have gone. Unless plain infer calls are wanted, delete it"
+            "model_transaction_policy.decoupled: false; this model gives one response and refuses stream. "
+            "Unless plain infer calls are wanted, delete it"
         )
 
 
