@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from triton_inflight.launcher import TritonServer
+from triton_inflight.processes import pause
 from triton_inflight.server_log import failure_reason
 from triton_inflight.server_options import choose_ports
 from triton_inflight.supervisor import SHARED_MEMORY
@@ -325,6 +326,24 @@ def test_nothing_outlives_a_killed_parent(repository: Path, tmp_path: Path) -> N
         wait_until(remains.all_is_gone, "server, stubs, supervisor and files are gone")
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_paused_server_stops_in_order_when_its_parent_is_killed(repository: Path, tmp_path: Path) -> None:
+    """As `compare` leaves its servers between their turns. One that stays paused cannot stop, and is killed later."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", PARENT, str(repository), str(log)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child, arguments = json.loads(parent.stdout.readline())
+    try:
+        remains = Remains(*arguments)
+        pause(remains.server.pid)
+        parent.kill()
+        parent.wait()
+        wait_until(remains.all_is_gone, "server, stubs, supervisor and files are gone")
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert "Signal (15) received" in log.read_text()
 
 
 def test_nothing_outlives_a_killed_tritonserver(repository: Path) -> None:

@@ -35,6 +35,10 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def main() -> None:
     """Run the command line; an error that was raised on purpose is shown without a traceback."""
+    # SIGTERM and a closed terminal end a command as Ctrl-C does, with its servers and temporary files.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         app()
     except InflightError as error:
@@ -125,9 +129,6 @@ def serve(
 
 
 def _serve(server: TritonServer, restart: bool) -> None:
-    # SIGTERM and a closed terminal end the server as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     try:
         while True:
             server.start()

@@ -60,6 +60,7 @@ def supervise(
             with contextlib.suppress(OSError):
                 _announce_stop(stop_file, drain_seconds)
             os.kill(server, signal.SIGTERM)
+            _resume(server)
         elif deadline is not None and (asked or time.monotonic() > deadline):
             os.kill(server, signal.SIGKILL)
     _kill_children()
@@ -123,7 +124,7 @@ def _reap(server: int) -> int | None:
 def _kill_children() -> None:
     """Kill what the server left behind, until there is nothing: a killed child's children become ours."""
     give_up = time.monotonic() + _SECONDS_FOR_KILLED_CHILDREN
-    while (children := _children()) and time.monotonic() < give_up:
+    while (children := _children(os.getpid())) and time.monotonic() < give_up:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -131,14 +132,21 @@ def _kill_children() -> None:
         time.sleep(0.01)
 
 
-def _children() -> list[int]:
+def _resume(server: int) -> None:
+    """Let a server that was paused (SIGSTOP) run, and its stubs, or they could not do what SIGTERM asks for."""
+    for process in (server, *_children(server)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+
+
+def _children(parent: int) -> list[int]:
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with contextlib.suppress(OSError):
                 # "pid (name) state ppid ..."; the name may hold spaces and parentheses.
                 fields = (directory / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == os.getpid():
+                if int(fields[1]) == parent:
                     found.append(int(directory.name))
     return found
 
