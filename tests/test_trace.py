@@ -235,7 +235,8 @@ def test_the_trace_of_a_server_before_this_one_is_kept(tmp_path: Path, model) ->
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    for text in ("", "hello\nworld", "[\n1\n]", '[\n{"ph":"X"}\n]', "[\n]"):
+    foreign_head = '[\n{"ph":"M","tid":1,"args":{"model":"m"}}\n]'
+    for text in ("", "hello\nworld", "[\n1\n]", '[\n{"ph":"X"}\n]', "[\n]", foreign_head):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(TraceError, match=r"other\.json"):
             read_trace(tmp_path / "other.json")

@@ -13,6 +13,8 @@ from triton_inflight.trace_events import FIRST_ROW_TRACK, STEPS_TRACK
 
 Kind = Literal["prefill", "decode"]
 
+_HEAD = ("model", "scheduler", "num_rows", "blocks_total", "unix_offset_seconds")
+
 
 @dataclass(frozen=True)
 class RowRun:
@@ -119,6 +121,8 @@ class Trace:
             return 0.0
         begin = self.steps[0].start_seconds if begin_seconds is None else begin_seconds
         end = self.steps[-1].end_seconds if end_seconds is None else end_seconds
+        if end <= begin:
+            return 0.0
         ran = 0.0
         for step in self.steps:
             ran += len(step.rows) * max(0.0, min(step.end_seconds, end) - max(step.start_seconds, begin))
@@ -200,7 +204,7 @@ class _Reading:
         phase, track, args = event["ph"], event["tid"], event.get("args", {})
         if phase == "M":
             if "model" in args:
-                self._head = args
+                self._head = {key: args[key] for key in _HEAD}
             return
         seconds = event["ts"] / 1e6
         if phase == "X" and track >= FIRST_ROW_TRACK:
