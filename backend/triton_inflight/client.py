@@ -78,7 +78,8 @@ class GenerationStream:
             ) from error
         if not ready:
             raise ClientError(
-                f"model '{self.model}' is not ready at {self.url}; served there: {', '.join(self._served()) or 'none'}"
+                f"model '{self.model}' is not ready at {self.url}; name with --model what is served there: "
+                f"{', '.join(self._served()) or 'nothing'}"
             )
 
     def run(self, prompts: Sequence[str], interval: float = 0.0) -> Iterator[list[Answer]]:

@@ -202,6 +202,14 @@ def init_model(
     return path
 
 
+def _reference_from_here(model: str, folder: Path) -> str:
+    """A model reference for a config.pbtxt in ``folder``, where relative paths start from that folder: a path that only
+    the current folder has is made absolute.
+    """
+    path = Path(model)
+    return str(path.absolute()) if path.exists() and not (folder / path).exists() else model
+
+
 # -- the commands -------------------------------------------------------------------------------------------
 
 
@@ -212,7 +220,7 @@ def init(
         str,
         typer.Option(
             help="A Hugging Face folder, a .gguf file, a hub id ORG/NAME, or package:NAME/FILE.gguf. "
-            "Relative paths start from the model's folder."
+            "A relative path that exists here is written as an absolute one; others start from the model's folder."
         ),
     ],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
@@ -246,6 +254,7 @@ def init(
     """
     console = Console(highlight=False)
     try:
+        model = _reference_from_here(model, repository / name)
         path = init_model(repository, name, model, dtype, max_batch_size, force, compat, scheduler)
     except (SettingsError, OSError) as error:
         text = f"cannot write there: {error}" if isinstance(error, OSError) else str(error)
