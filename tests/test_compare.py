@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -136,6 +137,8 @@ def test_own_requests_come_once_each_before_one_comes_again() -> None:
         ({"prompt": "a", "output_tokens": 0}, "output_tokens is 0"),
         ({"prompt": "a", "output_tokens": True}, "output_tokens is True"),
         ({"input_tokens": 4, "output_tokens": 3, "arrival": "now"}, "arrival"),
+        ({"input_tokens": 4, "output_tokens": 3, "arrival": math.nan}, "arrival is nan"),
+        ({"input_tokens": 4, "output_tokens": 3, "arival": 1}, "arival is unknown; there are prompt, "),
         ([1], "object"),
     ],
 )
@@ -248,7 +251,7 @@ def test_an_objective_bounds_what_it_names() -> None:
     assert Slo.parse("itl=0.5, e2e=1.5").met_by(second)
     assert not Slo.parse("e2e=1.4").met_by(second)
     assert str(Slo.parse("ttft=0.5,itl=0.05")) == "TTFT ≤ 0.5 s, ITL ≤ 0.05 s"
-    for text in ("", "ttft", "ttft=", "tpot=1", "ttft=1;itl=2"):
+    for text in ("", "ttft", "ttft=", "tpot=1", "ttft=1;itl=2", "ttft=0", "ttft=1,ttft=2"):
         with pytest.raises(SettingsError, match="slo"):
             Slo.parse(text)
 
@@ -318,7 +321,15 @@ def test_ratios_are_taken_to_dynamic_or_else_to_the_first() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"schedulers": []}, {"loads": []}, {"baseline": "mine"}, {"schedulers": ["dynamic"] * 2}, {"rounds": 0}],
+    [
+        {"schedulers": []},
+        {"loads": []},
+        {"baseline": "mine"},
+        {"schedulers": ["dynamic"] * 2},
+        {"rounds": 0},
+        {"seconds": math.inf},
+        {"seconds": math.nan},
+    ],
 )
 def test_a_comparison_that_makes_no_sense_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(InflightError):

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny_model
+from idle import wait_until
 from serving import add_model, save_model
+from triton_inflight.bench_sse import StreamError
 from triton_inflight.cli import app
 from triton_inflight.compare import Burst, Comparison, DifferentTextsError, LengthMix, run
+from triton_inflight.compare_client import LoadClient
+from triton_inflight.compare_loads import Schedule
+from triton_inflight.compare_requests import Request
+from triton_inflight.errors import SettingsError
 from triton_inflight.trace_reading import read_trace
+from triton_inflight.triton_home import LaunchError
 
 pytestmark = pytest.mark.server
 
@@ -117,6 +129,74 @@ def test_own_requests_are_replayed_and_servers_may_start_anew(model: Path, tmp_p
     assert 0 < each["figures"]["slots_busy"] <= 1
 
 
+def test_an_answer_of_another_length_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates and latencies would compare different work."""
+    parameters = Request.parameters
+    monkeypatch.setattr(Request, "parameters", lambda request: {**parameters(request), "max_tokens": 5})
+    mix = LengthMix.parse("8", "6")
+    comparison = Comparison(str(model), ["iterative"], mix=mix, loads=[Burst(2)], rounds=1, check=False)
+    with pytest.raises(StreamError, match="got 5 tokens where 6"):
+        run(comparison)
+
+
+def test_a_server_that_crashes_is_reported_with_its_log(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(_client: LoadClient, _schedule: Schedule) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if process.name() == "tritonserver":
+                process.kill()
+        raise StreamError("the stream broke off")
+
+    monkeypatch.setattr(LoadClient, "run", crash)
+    comparison = Comparison(str(model), ["iterative"], loads=[Burst(2)], rounds=1, check=False)
+    with pytest.raises(LaunchError, match=r"exit code 137; its log says:(?s:.*)the whole log: ") as caught:
+        run(comparison)
+    Path(str(caught.value).rpartition("the whole log: ")[2].rstrip(")")).unlink()
+
+
+def test_a_terminated_comparison_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    command = [Path(sys.executable).parent / "triton-inflight", "compare", "--model", model, "--quick"]
+    comparison = subprocess.Popen(
+        [*command, "--scheduler", "iterative", "--scheduler", "dynamic", "--seconds", "600"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    wait_until(lambda: len(list(tmp_path.glob("*/backends"))) == 2, "both servers are there", 120)
+    processes = psutil.Process(comparison.pid).children(recursive=True)
+    comparison.terminate()
+    assert comparison.wait(120) != 0
+    assert len(processes) >= 2
+    assert not any(process.is_running() for process in processes)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('backend: "inflight" parameters {', "model 'mine': config.pbtxt:1:"),
+        ('backend: "onnxruntime"', "model 'mine': backend \"onnxruntime\""),
+        ('backend: "inflight"', "model 'mine': .*parameters.model"),
+    ],
+)
+def test_an_entry_that_cannot_be_served_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine" / "1").mkdir(parents=True)
+    (tmp_path / "mine" / "config.pbtxt").write_text(text)
+    arguments = ["compare", "--model-repository", str(tmp_path), "--entry", "mine"]
+    outcome = CliRunner().invoke(app, arguments)
+    assert isinstance(outcome.exception, SettingsError)
+    assert re.search(message, str(outcome.exception), re.DOTALL)
+
+
+def test_what_cannot_be_kept_is_not_measured(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "results.json").touch()
+    for folder, message in (
+        (tmp_path, "holds the results"),
+        (tmp_path / "file" / "out", "cannot be written"),
+    ):
+        outcome = CliRunner().invoke(app, ["compare", "--model", str(model), "--out", str(folder)])
+        assert isinstance(outcome.exception, SettingsError)
+        assert message in str(outcome.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -127,6 +207,8 @@ def test_own_requests_are_replayed_and_servers_may_start_anew(model: Path, tmp_p
         (["--length-scale", "2"], "--lengths"),
         (["--scheduler", "fifo"], "fifo"),
         (["--output-tokens", "90000"], "the longest request"),
+        (["--replay"], "--requests"),
+        (["--model-repository", ".", "--entry", "nope"], "models of this repository: "),
     ],
 )
 def test_options_that_contradict_each_other_are_named(

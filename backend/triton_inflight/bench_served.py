@@ -16,6 +16,7 @@ from triton_inflight import bench_grpc, bench_sse
 from triton_inflight.bench_rounds import Round
 from triton_inflight.bench_sse import Event, StreamError
 from triton_inflight.bench_work import Workload
+from triton_inflight.config_text import BACKEND
 from triton_inflight.errors import InflightError, SettingsError
 from triton_inflight.launcher import TritonServer
 from triton_inflight.processes import cpu_seconds
@@ -42,8 +43,9 @@ def copy_model(repository: Path, model: str, changes: Mapping[str, str], directo
     folder = repository / model
     path = folder / "config.pbtxt"
     if not path.is_file():
-        raise SettingsError(f"{path} does not exist; name a model with --model-repository and --model")
-    settings, _ = Settings.from_model_config(completed({**read_config(path), "name": model}), folder)
+        there = sorted(each.parent.name for each in repository.glob("*/config.pbtxt"))
+        raise SettingsError(f"{path} does not exist; models of this repository: {', '.join(there) or 'none'}")
+    settings = _settings(folder, model)
     # The copy lies elsewhere, so what it serves must not be relative to its own folder.
     changes = {"model": resolve(settings.model, folder).location, **changes}
     message = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
@@ -52,9 +54,19 @@ def copy_model(repository: Path, model: str, changes: Mapping[str, str], directo
     copy = directory / model
     (copy / "1").mkdir(parents=True)
     (copy / "config.pbtxt").write_text(text_format.MessageToString(message))
-    config = read_config(copy / "config.pbtxt")
-    changed, _ = Settings.from_model_config(completed({**config, "name": model}), copy)
-    return changed
+    return _settings(copy, model)
+
+
+def _settings(folder: Path, model: str) -> Settings:
+    try:
+        config = read_config(folder / "config.pbtxt")
+        if config["backend"] != BACKEND:
+            raise SettingsError(
+                f'backend "{config["backend"]}" is not "{BACKEND}"; only such models are measured'
+            )
+        return Settings.from_model_config(completed({**config, "name": model}), folder)[0]
+    except SettingsError as error:
+        raise SettingsError(f"model {model!r}: {error}") from error
 
 
 class ServedModel:

@@ -106,7 +106,8 @@ class LoadClient:
             When it began, by ``time.monotonic()``; and what became of the requests, in the order of the schedule.
 
         Raises:
-            StreamError: the server sent an error, a stream broke off, or the time is over.
+            StreamError: the server sent an error, a stream broke off, the time is over, or a sequence got more or
+                fewer tokens than it asked for.
         """
         if not schedule.timed:
             return time.monotonic(), []
@@ -115,9 +116,16 @@ class LoadClient:
             try:
                 grpc.channel_ready_future(channel).result(timeout=timeout)
                 call = channel.stream_stream(METHOD)  # without serializers, bytes go in and come out
-                return traffic.follow(schedule, call, timeout)
-            except (grpc.RpcError, grpc.FutureTimeoutError) as error:
-                raise StreamError(f"{self.model} at {self.url}: {error}") from error
+                start, outcomes = traffic.follow(schedule, call, timeout)
+            except grpc.FutureTimeoutError as error:
+                raise StreamError(
+                    f"{self.model} at {self.url}: cannot be reached in {timeout:g} s"
+                ) from error
+            except grpc.RpcError as error:
+                reason = error.details() if isinstance(error, grpc.Call) else error
+                raise StreamError(f"{self.model} at {self.url}: {reason}") from error
+        _check_lengths(self.model, outcomes)
+        return start, outcomes
 
     def message(self, number: int, request: Request) -> Any:
         """The request as a protobuf message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from triton_inflight.bench_options import SetParameters, key_and_value
-from triton_inflight.errors import SettingsError
+from triton_inflight.errors import InflightError, SettingsError
 
 if TYPE_CHECKING:
     from triton_inflight.compare_loads import Load
@@ -211,6 +212,8 @@ def compare(
     options |= {name: value for name, value in given.items() if value is not None}
     changes = dict(map(key_and_value, set_parameters or []))
     comparison = Comparison(**options, changes=changes, seed=seed, check=check, one_at_a_time=one_at_a_time)
+    if out is not None:
+        _prepare(out)
     results = run(comparison, traces=None if out is None else out / "traces")
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
@@ -218,6 +221,33 @@ def compare(
     if out is not None:
         for path in results.save(out):
             console.print(f"[green]wrote[/]  {escape(str(path))}", soft_wrap=True)
+
+
+def _prepare(folder: Path) -> None:
+    """See, before minutes are spent on measuring, that what is measured can be kept.
+
+    Raises:
+        SettingsError: the folder cannot be written to, or holds the results of another comparison.
+    """
+    from triton_inflight.pictures import require_matplotlib
+
+    if (folder / "results.json").exists():
+        raise SettingsError(
+            f"--out {folder}: holds the results of a comparison; name another folder, or remove it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"--out {folder}: cannot be written: {error.strerror}; name another folder"
+        ) from error
+    try:
+        require_matplotlib()
+    except InflightError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[yellow]warning[/]  there will be figures, but no pictures: {escape(str(error))}")
 
 
 def _repository(

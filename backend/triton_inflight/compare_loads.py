@@ -148,12 +148,26 @@ class Replay:
     value = 1.0
 
     def schedule(self, source: Source, seconds: float, seed: str) -> Schedule:  # noqa: ARG002
-        mix = source.mix
-        if not isinstance(mix, GivenMix) or not mix.has_arrivals:
-            raise SettingsError(
-                'to replay requests, each line of their file has to say its "arrival" in seconds'
-            )
-        return Schedule([(request.arrival or 0.0, request) for request in source.draw(len(mix.rows), seed)])
+        requests = source.draw(len(_with_arrivals(source.mix).rows), seed)
+        return Schedule([(request.arrival or 0.0, request) for request in requests])
+
+
+def check_loads(loads: Sequence[Load], mix: Mix) -> None:
+    """Whether each of the loads can be made of such requests.
+
+    Raises:
+        SettingsError: one cannot.
+    """
+    if any(isinstance(load, Replay) for load in loads):
+        _with_arrivals(mix)
+
+
+def _with_arrivals(mix: Mix) -> GivenMix:
+    if not isinstance(mix, GivenMix) or not mix.has_arrivals:
+        raise SettingsError(
+            'to replay requests, name their file with --requests; each of its lines has to say its "arrival" in seconds'
+        )
+    return mix
 
 
 Load = Closed | Poisson | RelativeRate | Burst | Replay

@@ -46,6 +46,8 @@ class Slo:
                     f"--slo {text!r}: {part.strip()!r} is none of ttft, itl and e2e with its seconds, as in "
                     "ttft=0.5,itl=0.05"
                 )
+            if found[1] in bounds or float(found[2]) == 0:
+                raise SettingsError(f"--slo {text!r}: bound {found[1]} once, by more than 0 seconds")
             bounds[found[1]] = float(found[2])
         return cls(**bounds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,10 +63,12 @@ class Comparison:
         if not self.schedulers or not self.loads:
             raise SettingsError("a comparison needs at least one scheduler and one load")
         if len(set(self.schedulers)) < len(self.schedulers):
-            raise SettingsError(f"a scheduler is named twice: {', '.join(self.schedulers)}")
-        if self.rounds < 1 or self.seconds <= 0:
             raise SettingsError(
-                f"{self.rounds} rounds of {self.seconds:g} s: give at least 1 round, above 0 s"
+                f"named twice, where each is compared with the others: {', '.join(self.schedulers)}"
+            )
+        if self.rounds < 1 or not 0 < self.seconds < math.inf:
+            raise SettingsError(
+                f"{self.rounds} rounds of {self.seconds:g} s: give at least 1 round, and a time above 0 s"
             )
         if self.baseline is not None and self.baseline not in self.schedulers:
             raise SettingsError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 from triton_inflight.compare_lengths import Lengths, Table
 from triton_inflight.errors import SettingsError
+
+_KEYS = ("prompt", "input_tokens", "output_tokens", "arrival")  # of a line of a user's file
 
 
 @dataclass(frozen=True)
@@ -215,13 +218,20 @@ def _row(place: str, line: str, count_tokens: Callable[[str], int]) -> Request:
         raise SettingsError(
             f'{place}: give an object with either "prompt" or "input_tokens", and "output_tokens"'
         )
+    if unknown := sorted(entry.keys() - _KEYS):
+        raise SettingsError(f"{place}: {', '.join(unknown)} is unknown; there are {', '.join(_KEYS)}")
     prompt, arrival = entry.get("prompt"), entry.get("arrival")
     if prompt is not None and not (isinstance(prompt, str) and prompt):
         raise SettingsError(f"{place}: prompt is {prompt!r}; give a text that is not empty")
-    if arrival is not None and not (isinstance(arrival, (int, float)) and not isinstance(arrival, bool)):
+    if arrival is not None and not _is_finite_number(arrival):
         raise SettingsError(f"{place}: arrival is {arrival!r}; give seconds")
     inputs = _count(place, entry, "input_tokens") if prompt is None else count_tokens(prompt)
     return Request(inputs, _count(place, entry, "output_tokens"), prompt, arrival)
+
+
+def _is_finite_number(value: object) -> bool:
+    # bool is an int; and Python's JSON knows NaN and Infinity
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _count(place: str, entry: dict[str, Any], name: str) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from triton_inflight.bench_machine import describe_machine
 from triton_inflight.bench_work import ordinary_tokens
 from triton_inflight.compare_check import OUTPUT_TOKENS, PROMPTS, check_equal, check_requests
-from triton_inflight.compare_loads import Closed, FixedLoad, RelativeRate, Schedule, Source
+from triton_inflight.compare_loads import Closed, FixedLoad, RelativeRate, Schedule, Source, check_loads
 from triton_inflight.compare_measures import client_figures, equal_share, span
 from triton_inflight.compare_occupancy import cut, occupancy
 from triton_inflight.compare_plan import SCHEDULERS, Comparison
@@ -86,6 +86,7 @@ class _Run:
         self._entries = self._copy("timed", {**_TRACING, "trace_directory": str(traces.absolute())})
         self._described = _describe(self._entries[0])
         self._mix = self._read_mix()
+        check_loads(comparison.loads, self._mix)
         self._source = Source(self._mix, ordinary_tokens(self._described.tokenizer))
         context = getattr(self._described.config, "max_position_embeddings", None)
         check_lengths(self._entries, self._mix.longest, context)
@@ -217,7 +218,7 @@ class _Run:
 
     def _notes(self) -> list[str]:
         """What a reader of the table has to know."""
-        notes = [f"{self._mix.about}; {self._entries[0].slots} slots; {self._comparison.rounds} rounds"]
+        notes = [f"{self._mix.about}; {self._entries[0].slots} slots; {_counted(self._comparison.rounds)}"]
         notes += [f"UNEVEN: {what}" for what in differences(self._entries)]
         if self._comparison.check:
             notes.append("greedy float32 texts were equal under all schedulers")
@@ -226,6 +227,10 @@ class _Run:
         if self._comparison.slo is not None:
             notes.append(f"goodput: requests a second with {self._comparison.slo}")
         return notes
+
+
+def _counted(rounds: int) -> str:
+    return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
 def _describe(entry: Entry) -> ModelDescription:

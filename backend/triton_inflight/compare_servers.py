@@ -11,6 +11,7 @@ from types import TracebackType
 import psutil
 
 from triton_inflight.bench_served import CpuAccount, copy_model
+from triton_inflight.bench_sse import StreamError
 from triton_inflight.compare_client import LoadClient, Outcome
 from triton_inflight.compare_loads import Schedule
 from triton_inflight.errors import SettingsError
@@ -21,6 +22,7 @@ from triton_inflight.settings import Settings
 from triton_inflight.trace_reading import Trace, read_trace
 from triton_inflight.weights import resolve
 
+_SECONDS_TO_DIE = 2.0  # between the end of a crashing server's connections and its own
 _SHARE_OF_MEMORY = 0.8  # of what is free, for all servers together
 
 
@@ -218,9 +220,15 @@ class Fleet:
         return pid
 
     def _send(self, entry: Entry, schedule: Schedule) -> Sent:
-        client = LoadClient(self._servers[entry.name].grpc_url, entry.name, entry.settings.scheduler)
-        with CpuAccount(self._pid(entry)) as account:
-            start, outcomes = client.run(schedule)
+        server = self._servers[entry.name]
+        client = LoadClient(server.grpc_url, entry.name, entry.settings.scheduler)
+        try:
+            with CpuAccount(self._pid(entry)) as account:
+                start, outcomes = client.run(schedule)
+        except StreamError as error:
+            if server.wait(_SECONDS_TO_DIE):  # then its log says more than the stream that broke off
+                raise server.failure() from error
+            raise
         return Sent(start, outcomes, schedule.window, account.client, account.server)
 
     def _collect_trace(self, entry: Entry) -> None:

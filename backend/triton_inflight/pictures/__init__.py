@@ -6,7 +6,7 @@ which comes with the extra ``[compare]``, and say so.
 
 from triton_inflight.pictures.measured import Latencies, LoadPoint, latency_cdfs, load_curves
 from triton_inflight.pictures.occupancy import sequences_per_step
-from triton_inflight.pictures.style import save
+from triton_inflight.pictures.style import require_matplotlib, save
 from triton_inflight.pictures.timeline import slot_timeline
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "LoadPoint",
     "latency_cdfs",
     "load_curves",
+    "require_matplotlib",
     "save",
     "sequences_per_step",
     "slot_timeline",

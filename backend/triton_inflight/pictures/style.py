@@ -51,6 +51,20 @@ _TYPE = {
 }
 
 
+def require_matplotlib() -> None:
+    """See that pictures can be drawn.
+
+    Raises:
+        InflightError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InflightError(
+            f"pictures need matplotlib ({error}), which comes with an extra: pip install 'triton-inflight[compare]'"
+        ) from error
+
+
 @contextmanager
 def drawing(height_inches: float) -> Iterator[Figure]:
     """A new figure, in whose block everything drawn has our type.
@@ -58,13 +72,10 @@ def drawing(height_inches: float) -> Iterator[Figure]:
     Raises:
         InflightError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InflightError(
-            f"pictures need matplotlib ({error}), which comes with an extra: pip install 'triton-inflight[compare]'"
-        ) from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     with rc_context(_TYPE):
         yield Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="white")
 
