@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from triton_inflight.settings import Settings
 from triton_inflight.trace_reading import Trace, read_trace
 from triton_inflight.weights import resolve
 
+# Between the last response and a pause. Triton 2.51's Python backend crashed (SIGSEGV) after pauses at once under
+# `dynamic`, whose last response goes out before its batch is given back.
+_SECONDS_TO_REST = 0.5
 _SECONDS_TO_DIE = 2.0  # between the end of a crashing server's connections and its own
 _SHARE_OF_MEMORY = 0.8  # of what is free, for all servers together
 
@@ -169,7 +173,7 @@ class Fleet:
             return sent
         resume(self._pid(entry))
         sent = self._send(entry, schedule)
-        pause(self._pid(entry))
+        self._pause(entry)
         return sent
 
     def close(self) -> None:
@@ -193,7 +197,7 @@ class Fleet:
         first, *others = self._entries
         self._start(first)
         self._wait_ready(first)
-        pause(self._pid(first))
+        self._pause(first)
         needed = memory_bytes(self._pid(first)) * len(others)
         if needed > _SHARE_OF_MEMORY * psutil.virtual_memory().available:
             self._one_at_a_time = True
@@ -203,7 +207,7 @@ class Fleet:
             self._start(entry)
         for entry in others:
             self._wait_ready(entry)
-            pause(self._pid(entry))
+            self._pause(entry)
 
     def _start(self, entry: Entry) -> None:
         self._say(f"starting the server of {entry.name}")
@@ -213,6 +217,10 @@ class Fleet:
     def _wait_ready(self, entry: Entry) -> None:
         self._servers[entry.name].wait_ready()
         self._send(entry, self._warm_up())
+
+    def _pause(self, entry: Entry) -> None:
+        time.sleep(_SECONDS_TO_REST)
+        pause(self._pid(entry))
 
     def _pid(self, entry: Entry) -> int:
         pid = self._servers[entry.name].pid
