@@ -1,7 +1,7 @@
 """What requests with different sets of optional input tensors cost.
 
 Triton's sequence batcher hands over only requests of the same set of tensors together. So requests that send
-different sets take turns, each set with a step of its own, where requests with different parameters share one.
+different sets come on trips of their own, where requests with different parameters share one. Steps run all of them.
 The same HTTP bodies go to both models: a key of the body becomes a tensor where config.pbtxt declares one of that
 name, else a request parameter. All keys but the text and its length ask for what happens anyway.
 """

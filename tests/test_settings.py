@@ -442,7 +442,7 @@ def test_optional_inputs_are_allowed_with_a_warning_about_batches() -> None:
     (message,) = warnings_of(changes)
     assert message.startswith("input max_tokens: optional. ")
     assert len(message) < 300
-    assert "never share a step" in message
+    assert "never share a trip" in message
     assert "Delete them" in message
     settings, _ = Settings.from_model_config(config(changes))
     assert settings.inputs == ("text_input", "max_tokens")

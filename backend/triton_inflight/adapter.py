@@ -122,7 +122,7 @@ class TritonPythonModel:
 
 
 class _Carrier:
-    """A request on one trip; see ``lifecycle.Carrier``.
+    """A request on one trip; see ``visits.Carrier``.
 
     Args:
         outbox: what sends responses.

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from triton_inflight.engine import Engine
+from triton_inflight.generation import Update
 from triton_inflight.metrics import Metrics
 from triton_inflight.pending import Pending
 from triton_inflight.protocol import GenerationRequest
@@ -28,6 +29,8 @@ class Client:
         last_request: when its client last asked for a token, where clients do.
         pending: what is not sent yet, by choice.
         num_output_tokens: generated in all, by all choices.
+        num_kept: those of them that were generated since its request was last on a trip.
+        last: what ended its sequence while its request was on no trip, which has to be told it.
     """
 
     request: GenerationRequest
@@ -41,6 +44,8 @@ class Client:
     last_token: float = 0.0
     pending: dict[int, Pending] = field(default_factory=dict)
     num_output_tokens: int = 0
+    num_kept: int = 0
+    last: Update | None = None
 
 
 class Books:
@@ -53,19 +58,27 @@ class Books:
         """A sequence began."""
         self.metrics.count("inflight_prompt_tokens_total", client.num_input_tokens)
 
-    def tokens(self, client: Client, count: int) -> None:
-        """A client's sequence got new tokens just now."""
+    def generated(self, client: Client, count: int) -> None:
+        """A client's sequence got new tokens."""
+        client.num_output_tokens += count
+        client.num_kept += count
+        self.metrics.count("inflight_generated_tokens_total", count)
+
+    def delivered(self, client: Client) -> None:
+        """What a client's sequence got can be sent just now; tokens that come together share the time since the
+        last one.
+        """
+        count, client.num_kept = client.num_kept, 0
         if not count:
             return
         now = time.monotonic()
         if client.first_token is None:
-            client.first_token = now
+            client.first_token = client.last_token = now
             self.metrics.observe("inflight_time_to_first_token_seconds", now - client.started)
-        else:
-            self.metrics.observe("inflight_inter_token_latency_seconds", now - client.last_token)
+            count -= 1
+        for _ in range(count):
+            self.metrics.observe("inflight_inter_token_latency_seconds", (now - client.last_token) / count)
         client.last_token = now
-        client.num_output_tokens += count
-        self.metrics.count("inflight_generated_tokens_total", count)
 
     def ended(self, sequence_id: int, client: Client, outcome: str) -> None:
         """A sequence ended: ``stop``, ``length``, ``timeout``, ``cancelled``, ``failed``, ``refused``..."""

@@ -12,20 +12,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from triton_inflight.books import Books, Client
 from triton_inflight.engine import Engine
 from triton_inflight.errors import RequestError
 from triton_inflight.generation import Update
 from triton_inflight.metrics import Metrics
-from triton_inflight.outputs import Tensor
-from triton_inflight.pending import Pending, best_of
-from triton_inflight.protocol import GenerationRequest, output_tensors, parse_request
+from triton_inflight.pending import Pending
+from triton_inflight.protocol import GenerationRequest, parse_request
+from triton_inflight.responses import Responses
 from triton_inflight.settings import Settings
 from triton_inflight.stopping import StopNotice
-from triton_inflight.watcher import ResponseSender, Watcher
+from triton_inflight.visits import Carrier, Trip, Visit, beside
+from triton_inflight.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -36,65 +36,6 @@ _NOTHING_TO_SEND = {
     "cancelled": "the server is stopping; try again when it is back",
 }
 _FIRST_OWN_ID = 2**63  # engine IDs of sequences whose correlation ID is a string
-
-
-class Carrier(Protocol):
-    """A request on one trip.
-
-    Attributes:
-        correlation_id: Triton's ID of the sequence.
-        starts, ends: the flags that the client set.
-        identity: what stays with a request on all its trips, and tells it from others.
-        sender: what the watcher asks whether the client is gone.
-    """
-
-    correlation_id: int | str
-    starts: bool
-    ends: bool
-    identity: tuple[str, str]
-    sender: ResponseSender
-
-    def is_padding(self) -> bool:
-        """Whether Triton made it up for a slot that has no request."""
-
-    def tensors(self) -> Mapping[str, Any]:
-        """Its input tensors."""
-
-    def parameters(self) -> dict[str, Any]:
-        """Its request parameters."""
-
-    def timeout_microseconds(self) -> int:
-        """Its timeout as Triton has it; 0 if there is none."""
-
-    def is_cancelled(self) -> bool:
-        """Whether its client is gone, as far as Triton knows."""
-
-    def send(self, tensors: Mapping[str, Tensor], final: bool) -> None:
-        """Send a response, with the next flush."""
-
-    def refuse(self, error: RequestError) -> None:
-        """Send an error as the final response, with the next flush."""
-
-    def reschedule(self) -> None:
-        """Give the request back to Triton for another trip. Otherwise it is released for good."""
-
-
-@dataclass
-class Visit:
-    """A sequence's part of one trip.
-
-    Attributes:
-        open: the sequence is still to be stepped.
-        answered: the final response has been sent; otherwise the request goes back to Triton.
-    """
-
-    carrier: Carrier
-    client: Client
-    open: bool = True
-    answered: bool = False
-
-
-Trip = dict[int, Visit]
 
 
 class Lifecycle:
@@ -125,6 +66,7 @@ class Lifecycle:
         self._defaults = defaults
         self._metrics = metrics
         self._books = Books(metrics)
+        self._responses = Responses(lambda token_id: str(engine.tokenizer.decode([token_id])))
         self._warn_once = functools.lru_cache(1024)(log.warning)
         self._clients: dict[int, Client] = {}
         self._string_ids: dict[str, int] = {}
@@ -303,10 +245,16 @@ class Lifecycle:
     # -- steps and responses ------------------------------------------------------------------------------
 
     def _generate(self, trip: Trip) -> float:
-        """Step the sequences of a trip, once or more often; return the seconds of forward passes."""
+        """Step the sequences of a trip and those beside it, once or more often.
+
+        Returns:
+            The seconds of forward passes.
+        """
         forward_seconds, steps, started = 0.0, 0, time.monotonic()
+        self._catch_up(trip)
+        self._flush()
         while (going := self._going_on(trip)) and (steps == 0 or self._one_more(trip, steps, started)):
-            step = self._engine.step(going)
+            step = self._engine.step([*going, *self._beside(trip)])
             steps += 1
             forward_seconds += step.forward_seconds
             self._metrics.step(step)
@@ -322,14 +270,32 @@ class Lifecycle:
         """Whether a further step of this trip keeps nobody waiting longer than ``max_trip_ms``.
 
         A request that sets END cannot come back, so it keeps the trip going. Else the trip ends when a slot has
-        become free. While all who have a slot are here, nobody can join; else somebody may be waiting to.
+        become free, and when somebody is absent, whose client waits for what is kept. While all who have a slot are
+        here, nobody can join; else somebody may be waiting to.
         """
         if any(visit.open and visit.carrier.ends for visit in trip.values()):
             return True
         if steps >= self._settings.max_steps_per_execute or not all(visit.open for visit in trip.values()):
             return False
+        if self._absent(trip):
+            return False
         full = len(trip) >= self._settings.max_candidate_sequences
         return full or time.monotonic() - started < self._settings.max_trip_ms / 1000
+
+    def _absent(self, trip: Trip) -> dict[int, Client]:
+        """The live sequences that Triton did not bring on this trip."""
+        return {i: client for i, client in self._clients.items() if i not in trip}
+
+    def _beside(self, trip: Trip) -> list[int]:
+        """The sequences to step beside those of a trip."""
+        now = time.monotonic()
+        if self._is_stopping(now):
+            return []
+        return beside(self._absent(trip), self._settings.max_steps_per_execute, now)
+
+    def _is_stopping(self, now: float) -> bool:
+        """Whether the server stops so soon that sequences have to end with what they have."""
+        return self._stop.end is not None and now >= self._stop.end
 
     def _level(self) -> None:
         """Note down how full the engine is, if that is wanted; with the lock held."""
@@ -338,13 +304,13 @@ class Lifecycle:
             self._books.level(self._engine)
 
     def _going_on(self, trip: Trip) -> list[int]:
-        """The sequences to step next, once those are ended whose client is gone or whose time is up."""
+        """The sequences of a trip to step next, once those are ended whose client is gone or whose time is up."""
         self._level()
         for sequence_id in list(self._gone):
             self._gone.discard(sequence_id)
             self._cancel(sequence_id, trip)
         now = time.monotonic()
-        stopping = self._stop.end is not None and now >= self._stop.end
+        stopping = self._is_stopping(now)
         for sequence_id, visit in trip.items():
             if visit.open and (stopping or now >= visit.client.deadline):
                 self._deliver(trip, self._engine.finish(sequence_id, "cancelled" if stopping else "timeout"))
@@ -370,20 +336,40 @@ class Lifecycle:
             if update.sequence_id not in self._engine and (earlier is None or earlier.error is None):
                 last[update.sequence_id] = update
         for update in updates:
-            self._take(trip[update.sequence_id], update, sends=update.sequence_id not in last)
+            self._take(update, trip.get(update.sequence_id), sends=update.sequence_id not in last)
         for sequence_id, update in last.items():
-            self._end(trip[sequence_id], update)
+            if sequence_id in trip:
+                self._end(trip[sequence_id], update)
+            else:
+                self._clients[sequence_id].last = update
 
-    def _take(self, visit: Visit, update: Update, sends: bool) -> None:
-        """Note down what a step did for a choice; send what the client wants of it by now, if it ``sends``."""
-        client, request = visit.client, visit.client.request
-        self._books.tokens(client, len(update.tokens))
+    def _take(self, update: Update, visit: Visit | None, sends: bool) -> None:
+        """Note down what a step did for a choice; send what the client wants of it by now, if it ``sends``.
+
+        Without a visit it is kept: only the request's own trip can send.
+        """
+        client = self._clients[update.sequence_id]
         pending = client.pending.setdefault(update.choice, Pending(update.choice))
         pending.take(update)
-        if sends and request.best_of == request.n:
-            ended = request.response_per_choice and update.finish_reason is not None
-            if ended or (request.stream and pending.is_due(request.stream_interval)):
-                self._send(visit, [pending])
+        self._books.generated(client, len(update.tokens))
+        if visit is not None:
+            self._books.delivered(client)
+            if sends:
+                self._responses.due(visit, pending)
+
+    def _catch_up(self, trip: Trip) -> None:
+        """Send what was kept for sequences while they were absent; answer those that ended meanwhile."""
+        for visit in trip.values():
+            if not visit.open:
+                continue
+            client = visit.client
+            due = client.pending.values() if client.num_kept else ()
+            self._books.delivered(client)
+            if client.last is not None:
+                self._end(visit, client.last)
+                continue
+            for pending in due:
+                self._responses.due(visit, pending)
 
     def _end(self, visit: Visit, update: Update) -> None:
         """Answer a sequence that has got its last update."""
@@ -399,7 +385,7 @@ class Lifecycle:
             self._refuse(visit, RequestError(_NOTHING_TO_SEND[update.finish_reason], "UNAVAILABLE"))
         else:
             self._forget(sequence_id, str(update.finish_reason))
-            self._answer(visit)
+            self._responses.rest(visit)
 
     def _bound_queue(self, trip: Trip) -> None:
         """Refuse new sequences that no step had room for, where more wait already than the config allows."""
@@ -426,36 +412,20 @@ class Lifecycle:
                 self._refuse(visit, error)
 
     def _fail_all(self, trip: Trip, error: Exception) -> None:
-        """Something of ours broke: nobody hangs, nothing leaks."""
+        """Something of ours broke: nobody hangs, nothing leaks. Who is absent may have been in the step."""
         for sequence_id, visit in trip.items():
             if not visit.answered:
                 self._forget(sequence_id, "failed")
                 self._refuse(visit, _internal(error))
+        for sequence_id, client in self._absent(trip).items():
+            if client.last is None:
+                self._engine.drop(sequence_id)
+                client.last = Update(sequence_id, finish_reason="error", error=str(_internal(error)))
 
     def _refuse(self, visit: Visit, error: RequestError) -> None:
         """End a visit with an error."""
         visit.open, visit.answered = False, True
         visit.carrier.refuse(error)
-
-    def _answer(self, visit: Visit) -> None:
-        """End a visit with everything that is not sent yet."""
-        visit.open, visit.answered = False, True
-        request = visit.client.request
-        waiting = [pending for pending in visit.client.pending.values() if not pending.ended]
-        waiting = best_of(waiting, request.n)
-        responses = [[pending] for pending in waiting] if request.response_per_choice else [waiting]
-        for choices in responses[:-1]:
-            self._send(visit, choices)
-        self._send(visit, responses[-1], final=True)
-
-    def _send(self, visit: Visit, choices: list[Pending], final: bool = False) -> None:
-        """One response with all that these choices have pending."""
-        client = visit.client
-        results = [choice.result(client.num_input_tokens, self._decode_token) for choice in choices]
-        visit.carrier.send(output_tensors(results, client.request), final)
-
-    def _decode_token(self, token_id: int) -> str:
-        return str(self._engine.tokenizer.decode([token_id]))
 
     # -- the end of sequences -----------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ Numbers and booleans are also taken as text (`"0.7"`, `"true"`). Triton takes ne
 parameters: send them as JSON text (`"stop": "[\\"###\\", \\"User:\\"]"`), or inside `sampling_parameters`. A single
 string or number stands for a list of one.
 
-Tensors have shape `[1, 1]`, lists `[1, N]`. Requests with different sets of optional tensors never share a step in
-Triton's batchers; requests with different parameters do. So config.pbtxt should declare no more tensors than the
+Tensors have shape `[1, 1]`, lists `[1, N]`. Requests with different sets of optional tensors never share a batch of
+Triton's; requests with different parameters do. So config.pbtxt should declare no more tensors than the
 clients at hand send. `triton-inflight init --compat` declares those of clients written for Triton's vLLM and
 TensorRT-LLM backends, marked † here.
 

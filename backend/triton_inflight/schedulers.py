@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from triton_inflight.books import Client
 from triton_inflight.engine import Engine
 from triton_inflight.errors import RequestError
 from triton_inflight.generation import Update
-from triton_inflight.lifecycle import Carrier, Lifecycle, Trip, Visit
+from triton_inflight.lifecycle import Lifecycle
 from triton_inflight.metrics import Metrics
 from triton_inflight.settings import Settings
+from triton_inflight.visits import Carrier, Trip, Visit
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +85,17 @@ class ClientDriven(Lifecycle):
     def _one_more(self, trip: Trip, steps: int, started: float) -> bool:  # noqa: ARG002
         return True  # until each has its token: a long prompt may take several steps
 
-    def _take(self, visit: Visit, update: Update, sends: bool) -> None:
+    def _absent(self, trip: Trip) -> dict[int, Client]:  # noqa: ARG002
+        return {}  # a sequence is stepped when its client asks
+
+    def _take(self, update: Update, visit: Visit | None, sends: bool) -> None:
         """A token is the whole answer to the request that asked for it."""
-        super()._take(visit, update, sends=False)
-        if not sends:
+        super()._take(update, visit, sends=False)
+        if not sends or visit is None:
             return
         visit.open, visit.answered = False, True
         self._watcher.release(update.sequence_id)  # a sender must not be asked once its request is answered
-        self._send(visit, [visit.client.pending[update.choice]], final=True)
+        self._responses.send(visit, [visit.client.pending[update.choice]], final=True)
         if visit.carrier.ends:
             self._forget(update.sequence_id, "ended")
 

@@ -334,8 +334,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "max_steps_per_execute",
         kinds.integer(1, 1024, 32),
-        "Most steps in one trip through Triton. It ends earlier when a slot becomes free, and after max_trip_ms "
-        "while not all slots are taken.",
+        "Most steps in one trip through Triton. It ends earlier when a slot becomes free, while Triton holds a live "
+        "sequence back for another trip, and after max_trip_ms while not all slots are taken. A sequence that is held "
+        "back is stepped too, by at most so many tokens.",
     ),
     Parameter(
         "max_trip_ms",

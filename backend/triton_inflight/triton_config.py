@@ -301,8 +301,8 @@ def _check_inputs(config: Config, findings: Findings) -> None:
         names = optional if len(optional) <= 4 else [*optional[:3], f"and {len(optional) - 3} more"]
         findings.warnings.append(
             f"input {', '.join(names)}: optional. Requests that send different sets of optional inputs "
-            f"never share a step. Delete them from config.pbtxt and let clients send request parameters, unless "
-            f"you need clients that send tensors"
+            f"never share a trip, and more trips cost time. Delete them from config.pbtxt and let clients send "
+            f"request parameters, unless you need clients that send tensors"
         )
 
 
