@@ -259,8 +259,8 @@ table(
 # A's newest and all of B's, without padding. There are no separate phases for prompts and for decoding, and a prompt
 # that is longer than the step's token budget (`max_num_tokens`) runs in pieces beside the tokens of the others.
 #
-# Where one of the two is absent from a step, its request was still on its way through Triton when the trip began. A
-# trip takes along who is there.
+# Triton may bring the two on one trip, or on two that follow each other. A step runs both in either case: what it gets
+# for a sequence whose request is still on its way is kept, and sent when the request comes.
 #
 # The same trace as a picture. Each row is one place in the batch; the number in a prefill is that of its tokens:
 
@@ -433,7 +433,7 @@ picture(pictures["slots"])
 # Under *dynamic*, a row stands empty from the end of its sequence to the end of the batch, while newcomers wait
 # outside: that is the long time to the first token. Its tokens then follow each other quickly, since fewer sequences
 # share a step. Under *sequence*, a row is held but does not run while its client's next request is on its way. Under
-# *iterative* that happens, too, where a request misses a trip, but seldom.
+# *iterative* every sequence that holds a row runs in every step.
 #
 # How many sequences share a step, over time:
 
