@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
 from transformers import PreTrainedModel
 
 from conftest import byte_tokenizer
@@ -21,6 +22,12 @@ from triton_inflight.client import Answer, GenerationStream
 from triton_inflight.launcher import TritonServer
 from triton_inflight.scaffold import init_model
 from triton_inflight.scrape import Samples, scrape
+
+
+def http_client(server: TritonServer) -> httpclient.InferenceServerClient:
+    """For loading and unloading: on a busy machine a model takes longer to load than the usual minute."""
+    address = server.http_url.removeprefix("http://")
+    return httpclient.InferenceServerClient(address, connection_timeout=600.0, network_timeout=600.0)
 
 
 def add_model(

@@ -16,11 +16,10 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-import tritonclient.http as httpclient
 
 from conftest import byte_tokenizer, random_prompt, solo
 from idle import assert_at_rest, endless_model, expected_text, stub_of, wait_until
-from serving import Disconnecting, add_model, generate, save_model
+from serving import Disconnecting, add_model, generate, http_client, save_model
 from triton_inflight.launcher import TritonServer
 
 pytestmark = pytest.mark.server
@@ -192,7 +191,7 @@ def test_load_and_unload_again_and_again(tmp_path: Path, model, count: int) -> N
     add_model(tmp_path / "models", "tiny", folder, dtype="float32", max_tokens_in_paged_kv_cache=4096)
     expected = expected_text(model, "round", 10)
     with TritonServer(tmp_path / "models", models=["tiny"]) as server:
-        with httpclient.InferenceServerClient(server.http_url.removeprefix("http://")) as client:
+        with http_client(server) as client:
             for _ in range(count):
                 assert generate(server, "tiny", "round", max_tokens=10)["text_output"] == expected
                 gone = stub_of(server, "tiny")

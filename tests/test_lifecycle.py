@@ -12,7 +12,16 @@ import torch
 
 from conftest import byte_tokenizer, random_prompt, solo, tiny_model
 from idle import assert_slots_usable
-from serving import Call, Disconnecting, add_model, generate, generate_stream, save_model, settled
+from serving import (
+    Call,
+    Disconnecting,
+    add_model,
+    generate,
+    generate_stream,
+    http_client,
+    save_model,
+    settled,
+)
 from triton_inflight.launcher import TritonServer
 
 pytestmark = pytest.mark.server
@@ -209,9 +218,7 @@ def test_unload_lets_a_stream_end_and_load_serves_again(tmp_path: Path, model) -
     folder = save_model(tmp_path / "weights", model)
     add_model(tmp_path / "models", "tiny", folder, dtype="float32", max_tokens_in_paged_kv_cache=4096)
     with TritonServer(tmp_path / "models", models=["tiny"]) as running:
-        import tritonclient.http as httpclient
-
-        client = httpclient.InferenceServerClient(running.http_url.removeprefix("http://"))
+        client = http_client(running)
         for _ in range(3):
             stream = Disconnecting(running, "tiny", "stream", max_tokens=300, return_finish_reason=True)
             stream.read_event()

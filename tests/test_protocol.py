@@ -186,6 +186,7 @@ def test_names_of_triton_and_ignored_patterns_are_no_error(name: str) -> None:
         ("max_tokens", 1e300, ["max_tokens: 1e+300", "1 to 2147483647"]),
         ("max_tokens", 2.5, ["max_tokens: 2.5", "an integer"]),
         ("max_tokens", float("nan"), ["max_tokens: nan", "an integer"]),
+        ("seed", float(-(2**63)), ["seed: -9.22", "as text", "an integer"]),
         ("max_tokens", float("inf"), ["max_tokens: inf", "an integer"]),
         ("max_tokens", True, ["max_tokens: True", "an integer"]),
         ("max_tokens", "many", ["max_tokens: 'many'", "an integer"]),

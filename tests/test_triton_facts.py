@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from conftest import random_prompt
 from idle import assert_at_rest, assert_slots_usable, endless_model, expected_text, wait_until
-from serving import Call, Disconnecting, add_model, generate, save_model, settled
+from serving import Call, Disconnecting, add_model, generate, http_client, save_model, settled
 from test_clients import joined, stream
 from triton_inflight.launcher import TritonServer
 from triton_inflight.scrape import scrape
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model) -> Iterator[TritonSe
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[httpclient.InferenceServerClient]:
-    with httpclient.InferenceServerClient(server.http_url.removeprefix("http://")) as client:
+    with http_client(server) as client:
         yield client
 
 

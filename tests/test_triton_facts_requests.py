@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from conftest import byte_tokenizer
 from idle import assert_at_rest, assert_slots_usable, endless_model, expected_text, post, wait_until
-from serving import add_model, generate, generate_stream, save_model, settled
+from serving import add_model, generate, generate_stream, http_client, save_model, settled
 from test_clients import joined, stream
 from triton_inflight.launcher import TritonServer
 from triton_inflight.scaffold import init_model
@@ -121,7 +121,7 @@ def test_nul_in_the_answer_arrives(server: TritonServer) -> None:
 
 def test_infer_is_for_models_of_one_response(server: TritonServer) -> None:
     """Triton refuses it for others; test_unary.py has a model that takes it."""
-    with httpclient.InferenceServerClient(server.http_url.removeprefix("http://")) as client:
+    with http_client(server) as client:
         tensor = httpclient.InferInput("text_input", [1, 1], "BYTES")
         tensor.set_data_from_numpy(np.array([[b"x"]], np.object_))
         with pytest.raises(InferenceServerException) as refused:

@@ -28,6 +28,7 @@ _NUMPY_KINDS: dict[Kind, str] = {
 }
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_LARGEST_EXACT_FLOAT = 2**53  # integers beyond it share floats
 _BLANKS = " \t\r\n"  # around a number or a boolean in text
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -119,6 +120,11 @@ def _not_allowed(field: Field, name: str, value: object) -> RequestError:
 def _number(field: Field, name: str, value: object) -> float:
     whole = field.kind in ("int", "ints")
     parsed = _as_int(value) if whole else _as_float(value)
+    if parsed is None and isinstance(value, float) and value.is_integer():
+        raise RequestError(
+            f"{name}: {show(value)} came as a float, which may have rounded it; send so large a number as text; "
+            f"allowed: {field.allowed}"
+        )
     if parsed is None:
         raise _not_allowed(field, name, value)
     return _in_range(field, name, value, parsed)
@@ -136,8 +142,8 @@ def _as_int(value: object) -> int | None:
         return None
     if isinstance(value, (int, np.integer)):
         return int(value)
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
+    if isinstance(value, float):  # what Triton makes of integers in JSON that have no place in 64 bits
+        return int(value) if value.is_integer() and abs(value) <= _LARGEST_EXACT_FLOAT else None
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip(_BLANKS)):
         return int(value)
     return None
