@@ -433,7 +433,7 @@ picture(pictures["slots"])
 # Under *dynamic*, a row stands empty from the end of its sequence to the end of the batch, while newcomers wait
 # outside: that is the long time to the first token. Its tokens then follow each other quickly, since fewer sequences
 # share a step. Under *sequence*, a row is held but does not run while its client's next request is on its way. Under
-# *iterative* every sequence that holds a row runs in every step.
+# *iterative* every sequence that holds a row runs in nearly every step.
 #
 # How many sequences share a step, over time:
 
