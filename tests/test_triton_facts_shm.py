@@ -16,7 +16,7 @@ from serving import add_model, save_model
 pytestmark = [pytest.mark.server, pytest.mark.namespaces]
 
 PROMPTS = 32
-# Serves in a mount namespace of its own, where /dev/shm has two megabytes at first, then eight.
+# Serves in a mount namespace of its own, where /dev/shm has two megabytes at first, then room for all prompts at once.
 SERVE = f"""
 import collections, json, subprocess, sys, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ try:
         answers = [ask("good")]
         too_small = ask_for_much()
         answers += [ask("good")]
-        subprocess.run(["mount", "-o", "remount,size=8m", "/dev/shm"], check=True)
+        subprocess.run(["mount", "-o", "remount,size={PROMPTS + 16}m", "/dev/shm"], check=True)
         enough = ask_for_much()
         answers += [ask("good")]
     print(json.dumps({{"too small": too_small, "enough": enough, "answers": answers}}))
