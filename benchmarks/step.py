@@ -15,6 +15,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
+from unittest.mock import patch
 
 from triton_inflight.threads import bound_spinning
 
@@ -23,11 +24,12 @@ bound_spinning()  # before torch is imported, as the server does
 import torch  # noqa: E402
 import typer  # noqa: E402
 
-from triton_inflight import _native, loader  # noqa: E402
+from triton_inflight import _native, prepared  # noqa: E402
 from triton_inflight.bench_breakdown import timed, timed_parts  # noqa: E402
 from triton_inflight.bench_machine import describe_machine, in_words  # noqa: E402
 from triton_inflight.bench_rounds import Spread  # noqa: E402
 from triton_inflight.engine import Engine  # noqa: E402
+from triton_inflight.loader import load_engine  # noqa: E402
 from triton_inflight.native_attention import NativePool  # noqa: E402
 from triton_inflight.packing import Packed  # noqa: E402
 from triton_inflight.protocol import GenerationRequest  # noqa: E402
@@ -62,13 +64,11 @@ def load(model: str, dtype: str, tokens: int, quantization: str = "none", packed
         max_tokens_in_paged_kv_cache=tokens,
         enable_kv_cache_reuse=False,
     )
-    pack = loader.pack
-    if not packed:
-        loader.pack = lambda *_: Packed(0, 0, 0.0)
-    try:
-        return loader.load_engine(settings).engine
-    finally:
-        loader.pack = pack
+    with ExitStack() as stack:
+        if not packed:
+            stack.enter_context(patch.object(prepared, "pack", lambda *_: Packed(0, 0, 0.0)))
+            stack.enter_context(patch.object(prepared.PackedCache, "of", lambda *_: None))
+        return load_engine(settings).engine
 
 
 def run(subject: Engine, sequences: int, inputs: int, outputs: int) -> dict[str, float]:

@@ -133,7 +133,7 @@ def test_a_layer_that_cannot_be_quantised_keeps_its_floats(caplog: pytest.LogCap
         served, _ = quantized(model, "int4")
     floats = [name for name, packed in packed_weights(served).items() if not packed.is_quantized]
     assert [name.split(".")[-3:] for name in floats] == [["original", "self_attn", "o_proj"]]
-    assert "o_proj (Linear) is not packed as int4: it would differ by nan" in caplog.text
+    assert "layers.1.self_attn.o_proj is not packed as int4: it would differ by nan" in caplog.text
 
 
 class FallsApart(GPT2LMHeadModel):

@@ -13,6 +13,10 @@ QUANTIZED_MODULE_TOLERANCE = {"int8": 0.05, "int4": 0.25}
 MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4}
 """Root mean square of the difference of all logits, relative to that of the logits themselves."""
 
+READY_MODEL_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+"""As ``MODEL_TOLERANCE``, between the same packed weights now and when they were packed. The kernels give the same
+bits; what torch computes may be rounded otherwise on another processor."""
+
 QUANTIZED_MODEL_TOLERANCE = {"int8": 0.15, "int4": 0.5}
 """As ``MODEL_TOLERANCE``. It tells a model that can be quantised from one that falls apart, not a good one from a
 better one."""

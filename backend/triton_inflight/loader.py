@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from triton_inflight import weights
-from triton_inflight.conformance import logits_in_pieces, probe
 from triton_inflight.engine import Engine
 from triton_inflight.errors import ModelError
-from triton_inflight.gguf_numbers import GGUFNumbers
 from triton_inflight.kv_store import KVStore
 from triton_inflight.kv_tensors import KVTensors
 from triton_inflight.memory import resident_bytes, return_freed_memory
 from triton_inflight.pace import Pace
-from triton_inflight.packing import pack
+from triton_inflight.phases import Phases
 from triton_inflight.planner import Planner
+from triton_inflight.prepared import prepare
 from triton_inflight.protocol import model_defaults
-from triton_inflight.rope import freeze_rope
 from triton_inflight.runner import Runner
 from triton_inflight.settings import Settings
-from triton_inflight.weight_formats import WeightFormats
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +43,10 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     Raises:
         ModelError: the model cannot be loaded or reproduced, or its store does not fit into memory.
     """
-    started, resident = time.perf_counter(), resident_bytes()
+    resident, phases = resident_bytes(), Phases(settings.model_name)
     device = torch.device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    model, tokenizer = weights.load(
-        settings.model,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=settings.trust_remote_code,
-        base=base,
-    )
-    conformance = probe(model, settings.tokens_per_block)
-    max_seq_len = _max_seq_len(settings, model.config)
-    formats = _weight_formats(settings, model, base)
-    packed = pack(model, lambda shared: logits_in_pieces(model, settings.tokens_per_block, shared), formats)
+    model, tokenizer, conformance, packed, max_seq_len, is_cached = prepare(settings, base, phases)
     return_freed_memory()
     # A single block of every pool tells what a token takes, padding included.
     sample = KVTensors(1, settings.tokens_per_block, dtype, device)
@@ -74,16 +59,17 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     except (RuntimeError, OSError) as error:
         raise ModelError(f"the KV-state store does not fit into memory: {error}; {_BUDGET_REMEDY}") from error
     capacity = num_blocks * settings.tokens_per_block
+    budget, grown = capacity * tensors.bytes_per_token, resident_bytes() - resident
     log.info(
-        "%s: %s in %s on %s, loaded in %.1f s; probe difference %.1e; %d modules packed in "
-        "%.0f MiB, %d weights in whole numbers, difference %.1e; KV-state store %d blocks of %d tokens, "
-        "%.0f MiB when full; sequences of up to %d tokens; resident memory grew by %.0f MiB",
-        settings.model_name, settings.model, settings.dtype, device, time.perf_counter() - started,
+        "%s: %s in %s on %s, loaded in %s; probe difference %.1e; %d modules packed in "
+        "%.0f MiB%s, %d weights in whole numbers, difference %.1e; KV-state store %d blocks of %d tokens, "
+        "%.0f MiB when full; sequences of up to %d tokens; resident memory grew by %.0f MiB, "
+        "%.2f of packed weights and KV-state store",
+        settings.model_name, settings.model, settings.dtype, device, phases,
         conformance.difference, packed.num_modules, packed.weight_bytes / 2**20,
-        packed.num_quantized, packed.difference,
+        " from the cache" if is_cached else "", packed.num_quantized, packed.difference,
         num_blocks, settings.tokens_per_block,
-        capacity * tensors.bytes_per_token / 2**20, min(max_seq_len, capacity),
-        (resident_bytes() - resident) / 2**20,
+        budget / 2**20, min(max_seq_len, capacity), grown / 2**20, grown / (packed.weight_bytes + budget),
     )  # fmt: skip
     planner = Planner(
         store,
@@ -111,31 +97,7 @@ def load_engine(settings: Settings, base: Path | None = None) -> Loaded:
     return Loaded(engine, model_defaults(settings, generation_config, log.warning))
 
 
-def _weight_formats(settings: Settings, model: PreTrainedModel, base: Path | None) -> WeightFormats:
-    """How the model's weights are to be packed; numbers of 4 bits are those of its GGUF file, if it has one."""
-    source = weights.resolve(settings.model, base)
-    if settings.quantization == "int4" and source.kind == "gguf":
-        return WeightFormats(settings.quantization, GGUFNumbers(Path(source.location), model))
-    return WeightFormats(settings.quantization)
-
-
 _BUDGET_REMEDY = "lower max_tokens_in_paged_kv_cache or kv_cache_bytes in config.pbtxt"
-
-
-def _max_seq_len(settings: Settings, config: PreTrainedConfig) -> int:
-    """The longest sequence served: what the config asks for, bounded by what the model can do."""
-    context = weights.context_length(config)
-    wanted = freeze_rope(config, settings.max_seq_len)
-    if wanted is None:
-        wanted = context
-    if wanted is None:
-        raise ModelError("this model does not say how long its context is; set max_seq_len in config.pbtxt")
-    if context is not None and wanted > context:
-        raise ModelError(
-            f"max_seq_len is {wanted}, but this model has positions for {context} tokens only; "
-            f"set max_seq_len to at most {context} in config.pbtxt"
-        )
-    return wanted
 
 
 def _num_blocks(settings: Settings, bytes_per_token: int, device: torch.device, max_seq_len: int) -> int:

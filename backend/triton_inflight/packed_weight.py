@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch  # before _native: the kernels run on the threads of torch's OpenMP runtime
 import torch.nn.functional as F  # noqa: N812
@@ -114,6 +114,10 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Memory of the numbers and their scales."""
         return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What ``packed_again`` makes the same weight of."""
+        return {"data": self.data} | ({} if self._scales is None else {"scales": self._scales})
 
     def scales(self) -> torch.Tensor:
         """(columns, 1) of int8, float32, in the order of the packed columns."""
@@ -227,6 +231,39 @@ def _int4_numbers(data: torch.Tensor) -> Int4Numbers:
     halves = data[..., GROUP * HALF_PANEL :].contiguous().view(torch.float16).view(panels, groups, 2, PANEL)
     scales, minima = (halves[:, :, i].transpose(1, 2).reshape(panels * PANEL, groups) for i in (0, 1))
     return Int4Numbers(quads.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, -1), scales, minima)
+
+
+def packed_again(
+    tensors: Mapping[str, torch.Tensor],
+    kind: _native.WeightType,
+    sizes: Sequence[int],
+    inputs: int,
+    dtype: torch.dtype,
+    biases: Biases,
+    gated: bool = False,
+) -> PackedWeight:
+    """A packed weight of what another one's ``tensors`` said.
+
+    Args:
+        sizes: outputs of each part.
+
+    Raises:
+        ValueError: the tensors have not the sizes of such a weight; the kernels would read behind them.
+    """
+    order = ColumnOrder(sizes, gated)
+    columns = rounded(order.width, PANEL)
+    row_bytes = {
+        _native.WeightType.float32: inputs * 4,
+        _native.WeightType.bf16: rounded(inputs, 2) * 2,
+        _native.WeightType.int8: rounded(inputs, GROUP),
+        _native.WeightType.int4: rounded(inputs, GROUP) // GROUP * (GROUP // 2 + 4),
+    }[kind]
+    data, scales = tensors["data"], tensors.get("scales")
+    wanted = (columns * row_bytes, columns if kind == _native.WeightType.int8 else 0)
+    if (data.nbytes, 0 if scales is None else scales.numel()) != wanted:
+        raise ValueError(f"a packed weight has {data.nbytes} bytes, must have {wanted[0]}")
+    parts = None if scales is None else order.parts(scales[:, None])
+    return PackedWeight(data, order, inputs, kind, dtype, biases, parts)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

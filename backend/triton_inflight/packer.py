@@ -36,8 +36,9 @@ from triton_inflight.fused import (
 from triton_inflight.fused_layer import FusedLayer, can_be_fused
 from triton_inflight.packed_weight import PackedWeight, supported, unpacked
 from triton_inflight.quantized_numbers import rounded_rows
+from triton_inflight.ready_weights import ReadyWeights
 from triton_inflight.rotary_takeover import take_over_rotary
-from triton_inflight.weight_formats import Format, WeightFormats, matrix
+from triton_inflight.weight_formats import Format, LayerGroup, WeightFormats, matrix
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ class _Change(NamedTuple):
 
     undo: Callable[[], None]
     redo: Callable[[], None]
+
+
+class _Place(NamedTuple):
+    """A module, its parent's name for it, and the model's."""
+
+    path: str
+    parent: torch.nn.Module
+    name: str
+    module: torch.nn.Module
 
 
 class _Held(NamedTuple):
@@ -89,18 +99,24 @@ class Packer:
     Args:
         model: in eval mode, on the CPU.
         formats: of the packed weights.
+        ready: weights that were packed and compared before; the layers' own are then not looked at.
 
     Attributes:
+        weights: the packed weights, by the places of what holds them.
         weight_bytes: memory of packed weights.
         num_quantized: packed weights of whole numbers.
     """
 
-    def __init__(self, model: PreTrainedModel, formats: WeightFormats) -> None:
+    def __init__(
+        self, model: PreTrainedModel, formats: WeightFormats, ready: ReadyWeights | None = None
+    ) -> None:
         self.model = model
+        self.weights: dict[str, list[PackedWeight]] = {}
         self.weight_bytes = 0
         self.num_quantized = 0
         self._changes: list[_Change] = []
         self._formats = formats
+        self._ready = ready
         self._generator = torch.Generator().manual_seed(0)
         self._dtype = model.dtype
         typed: Any = model
@@ -125,9 +141,9 @@ class Packer:
             self._linear,
             self._layer,
         ):
-            for parent, name, module in list(_children(self.model)):
-                if not _is_hooked(module):
-                    replace(parent, name, module)
+            for place in list(_places(self.model)):
+                if not _is_hooked(place.module):
+                    replace(place)
         for model in list(self.model.modules()):
             if can_be_stacked(model):
                 self._stack(model)
@@ -142,6 +158,7 @@ class Packer:
         for change in reversed(self._changes):
             change.undo()
         self._changes.clear()
+        self.weights.clear()
         self.weight_bytes = 0
 
     @contextmanager
@@ -155,12 +172,12 @@ class Packer:
             for change in self._changes:
                 change.redo()
 
-    def _gated_mlp(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-        parts = self._layers(module, _MLP_PARTS)
+    def _gated_mlp(self, place: _Place) -> None:
+        parts = self._layers(place.module, _MLP_PARTS)
         if parts is None:
             return
         gate, up, down = parts
-        activation = getattr(module, "act_fn", None)
+        activation = getattr(place.module, "act_fn", None)
         probe = self._random(64)
         if (
             gate.weight.shape != up.weight.shape
@@ -168,38 +185,36 @@ class Packer:
             or not torch.allclose(activation(probe), F.silu(probe))
         ):
             return
-        x = self._random(gate.weight.shape[1])
-        expected = module(x)
-        for kind in self._formats.of(output=False):
-            packed = self._formats.pack([gate, up], kind, gated=True)
-            below = self._formats.pack([down], kind)
-            stand_in = GatedMLP(packed, below)
-            if self._matches(kind, stand_in(x), expected, name, module):
-                self._check_product(name, packed)
-                self._check_product(name, below)
-                self._replace(parent, name, stand_in, [(packed, [gate, up]), (below, [down])])
-                return
 
-    def _attention_inputs(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-        del parent, name
-        parts = self._layers(module, _ATTENTION_INPUTS)
+        def result(packed: list[PackedWeight], x: torch.Tensor) -> list[torch.Tensor]:
+            return [GatedMLP(*packed)(x)]
+
+        groups = [LayerGroup([gate, up], gated=True), LayerGroup([down])]
+        packed = self._packed(place.path, groups, [place.module], result)
+        if packed is not None:
+            self._replace(place.parent, place.name, GatedMLP(*packed), list(zip(packed, groups, strict=True)))
+
+    def _attention_inputs(self, place: _Place) -> None:
+        parts = self._layers(place.module, _ATTENTION_INPUTS)
         if parts is None or len({part.weight.shape[1] for part in parts}) != 1:
             return
-        x = self._random(parts[0].weight.shape[1])
-        expected = [part(x) for part in parts]
-        for kind in self._formats.of(output=False):
-            packed = self._formats.pack(parts, kind)
-            shared = SharedInput(packed)
-            stand_ins = [SharedLinear(shared, i) for i in range(len(parts))]
-            results = [stand_in(x) for stand_in in stand_ins]
-            if all(map(self._matches, [kind] * 3, results, expected, _ATTENTION_INPUTS, parts)):
-                self._check_product(_ATTENTION_INPUTS[0], packed)
-                for i, part_name in enumerate(_ATTENTION_INPUTS):
-                    freed = [(packed, parts)] if i == 0 else []
-                    self._replace(module, part_name, stand_ins[i], freed)
-                return
 
-    def _norm(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+        def stand_ins(packed: PackedWeight) -> list[SharedLinear]:
+            shared = SharedInput(packed)
+            return [SharedLinear(shared, i) for i in range(len(parts))]
+
+        def result(packed: list[PackedWeight], x: torch.Tensor) -> list[torch.Tensor]:
+            return [stand_in(x) for stand_in in stand_ins(packed[0])]
+
+        group = LayerGroup(parts)
+        packed = self._packed(place.path, [group], parts, result)
+        if packed is not None:
+            for i, stand_in in enumerate(stand_ins(packed[0])):
+                freed = [(packed[0], group)] if i == 0 else []
+                self._replace(place.module, _ATTENTION_INPUTS[i], stand_in, freed)
+
+    def _norm(self, place: _Place) -> None:
+        module = place.module
         weight = getattr(module, "weight", None)
         epsilon = next(
             (
@@ -222,36 +237,72 @@ class Packer:
         for scale in (weight, 1.0 + weight.float()):
             stand_in = NativeRMSNorm(scale, epsilon)
             if relative_maximum(stand_in(x), expected) <= MODULE_TOLERANCE[torch.float32]:
-                self._replace(parent, name, stand_in, [])
+                self._replace(place.parent, place.name, stand_in, [])
                 return
 
-    def _linear(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-        if not _is_packable(module, self._dtype):
+    def _linear(self, place: _Place) -> None:
+        if not _is_packable(place.module, self._dtype) or matrix(place.module).shape[0] < 16:
             return
-        weight = matrix(module)
-        if weight.shape[0] < 16:
-            return
-        x = self._random(weight.shape[1])
-        expected = module(x)
-        is_output = module is self._output
-        for kind in self._formats.of(is_output):
-            packed = self._formats.pack([module], kind)
-            stand_in = PackedLinear(packed, torch.float32 if is_output else None)
-            if self._matches(kind, stand_in(x), expected, name, module):
-                self._check_product(name, packed)
-                self._replace(parent, name, stand_in, [(packed, [module])])
-                return
+        dtype = torch.float32 if place.module is self._output else None
 
-    def _layer(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-        if can_be_fused(module):
-            self._replace(parent, name, FusedLayer(module), [])
+        def result(packed: list[PackedWeight], x: torch.Tensor) -> list[torch.Tensor]:
+            return [PackedLinear(packed[0], dtype)(x)]
+
+        group = LayerGroup([place.module])
+        packed = self._packed(place.path, [group], [place.module], result)
+        if packed is not None:
+            self._replace(place.parent, place.name, PackedLinear(packed[0], dtype), [(packed[0], group)])
+
+    def _packed(
+        self,
+        path: str,
+        groups: list[LayerGroup],
+        modules: list[Any],
+        result: Callable[[list[PackedWeight], torch.Tensor], list[torch.Tensor]],
+    ) -> list[PackedWeight] | None:
+        """Packed weights for a place in the model, or None where it is to stay as it is.
+
+        Args:
+            path: the place.
+            groups: of layers, each to be packed as one.
+            modules: whose outputs tell what is right.
+            result: what stand-ins over the packed weights say instead, to an input.
+        """
+        if self._ready is not None:
+            packed = self._ready.take(path, groups)
+        else:
+            packed = self._packed_now(path, groups, modules, result)
+        if packed is not None:
+            self.weights[path] = packed
+        return packed
+
+    def _packed_now(
+        self,
+        path: str,
+        groups: list[LayerGroup],
+        modules: list[Any],
+        result: Callable[[list[PackedWeight], torch.Tensor], list[torch.Tensor]],
+    ) -> list[PackedWeight] | None:
+        x = self._random(matrix(groups[0].layers[0]).shape[1])
+        expected = [module(x) for module in modules]
+        for kind in self._formats.of(output=groups[0].layers[0] is self._output):
+            packed = [self._formats.pack(group, kind) for group in groups]
+            if all(self._matches(kind, a, b, path) for a, b in zip(result(packed, x), expected, strict=True)):
+                for one in packed:
+                    self._check_product(path, one)
+                return packed
+        return None
+
+    def _layer(self, place: _Place) -> None:
+        if can_be_fused(place.module):
+            self._replace(place.parent, place.name, FusedLayer(place.module), [])
 
     def _stack(self, model: Any) -> None:
         layers, stack = model.layers, torch.nn.ModuleList([DecoderStack(model.layers)])
         self._change(lambda: setattr(model, "layers", layers), lambda: setattr(model, "layers", stack))
 
-    def _rotary(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-        del parent, name
+    def _rotary(self, place: _Place) -> None:
+        module = place.module
         undo = take_over_rotary(module, self._dtype)
         if undo is not None:
             forward = module.forward
@@ -291,9 +342,7 @@ class Packer:
                     f"{packed.runtime.integer_isa.name} do not work on this machine"
                 )
 
-    def _matches(
-        self, kind: Format, result: torch.Tensor, expected: torch.Tensor, name: str, module: torch.nn.Module
-    ) -> bool:
+    def _matches(self, kind: Format, result: torch.Tensor, expected: torch.Tensor, path: str) -> bool:
         if kind == "floats":
             difference, allowed = relative_maximum(result, expected), MODULE_TOLERANCE[self._dtype]
         else:
@@ -301,9 +350,8 @@ class Packer:
         if difference <= allowed:
             return True
         log.info(
-            "%s (%s) is not packed as %s: it would differ by %.1e (allowed: %.1e)",
-            name, type(module).__name__, kind, difference, allowed,
-        )  # fmt: skip
+            "%s is not packed as %s: it would differ by %.1e (allowed: %.1e)", path, kind, difference, allowed
+        )
         return False
 
     def _replace(
@@ -311,14 +359,14 @@ class Packer:
         parent: torch.nn.Module,
         name: str,
         stand_in: FusedModule,
-        freed: list[tuple[PackedWeight, list[Any]]],
+        freed: list[tuple[PackedWeight, LayerGroup]],
     ) -> None:
         """Put a stand-in in a module's place and free the weights that it holds packed."""
         original = getattr(parent, name)
         held = [
             _Held(layer, packed, part, layer.weight if id(layer.weight) in self._kept else None)
-            for packed, layers in freed
-            for part, layer in enumerate(layers)
+            for packed, group in freed
+            for part, layer in enumerate(group.layers)
         ]
         for packed, _ in freed:
             self.weight_bytes += packed.nbytes
@@ -341,11 +389,11 @@ class Packer:
         self._changes.append(_Change(undo, redo))
 
 
-def _children(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Every module in its place: parent, name, module."""
-    for parent in model.modules():
+def _places(model: torch.nn.Module) -> Iterator[_Place]:
+    """Every module in its place."""
+    for path, parent in model.named_modules():
         for name, module in parent.named_children():
-            yield parent, name, module
+            yield _Place(f"{path}.{name}" if path else name, parent, name, module)
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:

@@ -18,7 +18,8 @@ What the packed model says as a whole is compared as well; if it differs, everyt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,15 @@ from triton_inflight.differences import (
     MODEL_TOLERANCE,
     MODULE_TOLERANCE,
     QUANTIZED_MODEL_TOLERANCE,
+    READY_MODEL_TOLERANCE,
     ROUNDED_INPUT_TOLERANCE,
     relative_maximum,
     relative_rms,
 )
 from triton_inflight.errors import ModelError
+from triton_inflight.packed_weight import PackedWeight
 from triton_inflight.packer import Packer
+from triton_inflight.ready_weights import ReadyWeights
 from triton_inflight.weight_formats import WeightFormats
 
 log = logging.getLogger(__name__)
@@ -48,12 +52,14 @@ class Packed(NamedTuple):
         weight_bytes: memory of packed weights.
         difference: of the logits, see ``MODEL_TOLERANCE``.
         num_quantized: packed weights of whole numbers, of one layer or several in one.
+        weights: the packed weights, by the places of what holds them.
     """
 
     num_modules: int
     weight_bytes: int
     difference: float
     num_quantized: int = 0
+    weights: Mapping[str, Sequence[PackedWeight]] = MappingProxyType({})
 
 
 Logits = Callable[[bool], torch.Tensor]
@@ -93,7 +99,7 @@ def pack(model: PreTrainedModel, logits: Logits, formats: WeightFormats | None =
         packer.undo()
         log.warning("%s is served without packed weights, so slower: %s", type(model).__name__, reason)
         return Packed(0, 0, difference)
-    return Packed(packer.num_changes, packer.weight_bytes, difference)
+    return _done(packer, difference)
 
 
 def _quantize(model: PreTrainedModel, logits: Logits, formats: WeightFormats) -> Packed:
@@ -134,7 +140,52 @@ def _quantize(model: PreTrainedModel, logits: Logits, formats: WeightFormats) ->
         )
     if reason:
         raise _cannot_be_quantized(model, formats, reason)
-    return Packed(packer.num_changes, packer.weight_bytes, relative_rms(ours, before), packer.num_quantized)
+    return _done(packer, relative_rms(ours, before))
+
+
+def pack_ready(
+    model: PreTrainedModel, logits: Logits, ready: ReadyWeights, before: torch.Tensor, difference: float
+) -> Packed:
+    """As ``pack``, with weights that it packed at an earlier load; the layers' own are not looked at.
+
+    What was compared then need not be again, as long as weights, code and instruction set are those of then. What the
+    model says as a whole is compared: with what it said then.
+
+    Args:
+        before: a sample of the logits, see ``sample``, of then.
+        difference: what ``pack`` found.
+
+    Raises:
+        ValueError: the weights do not fit the model, or it says something else. It is then of no further use.
+    """
+    packer = Packer(model, WeightFormats(), ready)
+    packer.run()
+    if ready.left:
+        raise ValueError(
+            f"{len(ready.left)} packed weights have no place in the model, such as {ready.left[0]}"
+        )
+    change = relative_rms(sample(logits(True)), before)
+    if not change <= READY_MODEL_TOLERANCE[model.dtype]:
+        raise ValueError(
+            f"the logits differ from those of then by {change:.1e} of their root mean square "
+            f"(allowed: {READY_MODEL_TOLERANCE[model.dtype]:.1e})"
+        )
+    return _done(packer, difference)
+
+
+def sample(logits: torch.Tensor) -> torch.Tensor:
+    """Every eighth of the (tokens, vocabulary) logits; what comes before each of them has its part in it."""
+    return logits[7::8].float()
+
+
+def _done(packer: Packer, difference: float) -> Packed:
+    return Packed(
+        packer.num_changes,
+        packer.weight_bytes,
+        difference,
+        packer.num_quantized,
+        MappingProxyType(packer.weights),
+    )
 
 
 def _cannot_be_quantized(model: PreTrainedModel, formats: WeightFormats, reason: str) -> ModelError:

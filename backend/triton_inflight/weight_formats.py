@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -15,6 +15,18 @@ from triton_inflight.settings import Quantization
 Format = Literal["floats", "int8", "int4"]
 Int4Source = Callable[[torch.Tensor], Int4Numbers | None]
 """The numbers of 4 bits that a parameter was made of, where its file has such."""
+
+
+class LayerGroup(NamedTuple):
+    """Linear layers over one input that are packed as one.
+
+    Attributes:
+        layers: of one type.
+        gated: see ``ColumnOrder``.
+    """
+
+    layers: Sequence[Any]
+    gated: bool = False
 
 
 class WeightFormats:
@@ -41,14 +53,13 @@ class WeightFormats:
             return ["floats"]
         return ["int8" if output else self.quantization, "floats"]
 
-    def pack(self, layers: Sequence[Any], kind: Format, gated: bool = False) -> PackedWeight:
-        """Weights of linear layers over one input, (outputs, inputs) each, as one.
+    def pack(self, group: LayerGroup, kind: Format) -> PackedWeight:
+        """Weights of linear layers, (outputs, inputs) each, as one.
 
         Args:
-            layers: of one type.
             kind: one of ``of``.
-            gated: see ``ColumnOrder``.
         """
+        layers, gated = group
         weights, biases = [matrix(layer) for layer in layers], [layer.bias for layer in layers]
         if kind == "int8":
             return packed_int8(

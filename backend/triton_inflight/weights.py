@@ -17,7 +17,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,14 +138,83 @@ def load(
             output_loading_info=True,
         )
     model, loading = loaded
+    model = _ready(model, loading, reference, location).to(device)
+    return LoadedModel(model, _load_tokenizer(source, location, trust_remote_code))
+
+
+def load_state(
+    reference: str,
+    *,
+    model_class: str,
+    generation_config: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    dtype: str,
+    base: Path | None = None,
+) -> LoadedModel:
+    """As ``load``, on the CPU, with weights that somebody has already; those of the model's files are not read.
+
+    Args:
+        model_class: of transformers, by its name.
+        generation_config: the model's.
+        state: parameters and persistent buffers by name.
+
+    Raises:
+        ModelError: as ``load`` does; or the state is not that of such a model.
+    """
+    import torch
+    import transformers
+
+    source = resolve(reference, base)
+    location = _readable_location(source)
+    kind: Any = getattr(transformers, model_class)
+    with _loading("model", source), _quiet_unless_downloading(source):
+        model, loading = kind.from_pretrained(
+            None,
+            config=kind.config_class.from_pretrained(location),
+            state_dict=dict(state),
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+        )
+    if surplus := sorted(map(str, loading["unexpected_keys"])):
+        raise ModelError(f"a {model_class} has no weight {surplus[0]}")
+    model.config.name_or_path = location
+    model.generation_config = transformers.GenerationConfig.from_dict(dict(generation_config))
+    return LoadedModel(_ready(model, loading, reference, location), _load_tokenizer(source, location, False))
+
+
+def _ready(model: Any, loading: Mapping[str, Any], reference: str, location: str) -> Any:
+    """A model that was loaded, for inference.
+
+    Raises:
+        ModelError: weights are missing.
+    """
     # transformers fills a weight that it does not find with random numbers and only warns.
     if absent := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ModelError(
             f"model {reference!r}: {len(absent)} weights of {type(model).__name__} are missing in {location} "
             f"or have another shape than its config.json says, such as {absent[0]}"
         )
-    tokenizer = _load_tokenizer(source, location, trust_remote_code)
-    return LoadedModel(model.eval().requires_grad_(False).to(device), tokenizer)
+    return model.eval().requires_grad_(False)
+
+
+def fingerprint(source: ModelSource) -> dict[str, Any]:
+    """What tells the state of a model's files from any other: their sizes and times, or the commit of the hub.
+
+    Raises:
+        OSError: a file cannot be looked at.
+    """
+    if source.kind == "hub":
+        from transformers.utils.hub import cached_file
+
+        config = cached_file(source.location, "config.json")
+        return {"path": source.location, "commit": Path(str(config)).parent.name}
+    path = Path(source.location)
+    files = [path] if source.kind == "gguf" else sorted(file for file in path.iterdir() if file.is_file())
+    states = [(file.name, file.stat()) for file in files]
+    return {
+        "path": source.location,
+        "files": [[name, state.st_size, state.st_mtime_ns] for name, state in states],
+    }
 
 
 def describe(
