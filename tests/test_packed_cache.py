@@ -337,7 +337,7 @@ def test_kernels_that_are_wrong_on_this_machine_are_not_hidden_by_the_cache(
         return out
 
     monkeypatch.setattr(PackedWeight, "_product", wrong)
-    with pytest.raises(ModelError, match="do not work on this machine|cannot be served with quantization"):
+    with pytest.raises(ModelError, match=r"do not work on this machine|cannot be served with quantization"):
         load(folder, quantization="int8")
 
 
@@ -449,9 +449,17 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     assert tensor_file.read(path)[0] == 1
 
 
-def test_every_setting_that_a_model_is_loaded_with_is_thought_of() -> None:
-    """A new setting that changes what a model says must be among an entry's conditions."""
-    assert set(packed_cache._SETTINGS) <= {field.name for field in dataclasses.fields(Settings)}
+def test_a_setting_that_nobody_has_thought_of_makes_an_entry_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {field.name for field in dataclasses.fields(Settings)} > packed_cache._UNRELATED
+    folder = folder_of(tmp_path)
+    load(folder)
+    assert load(folder, max_time=1.0).is_from_cache
+    monkeypatch.setattr(packed_cache, "_UNRELATED", packed_cache._UNRELATED - {"max_time"})
+    load(folder, max_time=1.0)
+    assert load(folder, max_time=1.0).is_from_cache
+    assert not load(folder, max_time=2.0).is_from_cache
 
 
 @pytest.mark.parametrize("cached", [False, True])

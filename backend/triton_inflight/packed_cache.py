@@ -15,6 +15,7 @@ model still says what it said, which the processor's kernels have their part in.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -51,8 +52,46 @@ _SUFFIX = ".tensors"
 _ABANDONED_SECONDS = 3600.0
 _MODEL = "model|"
 _LOGITS = "logits"
-# What a model says depends on these; they make entries of their own.
-_SETTINGS = ("dtype", "quantization", "tokens_per_block", "max_seq_len")
+# Settings that change nothing of what a model says. Any other, such as one that is added later, makes an entry of its
+# own.
+_UNRELATED = frozenset(
+    {
+        "model",  # known by its files
+        "model_name",
+        "model_directory",
+        "scheduler",
+        "max_batch_size",
+        "max_candidate_sequences",
+        "max_running_sequences",
+        "max_queue_size",
+        "batch_scheduler_policy",
+        "decoupled",
+        "instances",
+        "ready_control",
+        "max_sequence_idle",
+        "inputs",
+        "outputs",
+        "defaults",
+        "max_tokens_in_paged_kv_cache",
+        "kv_cache_bytes",
+        "enable_kv_cache_reuse",
+        "max_num_tokens",
+        "max_step_stretch",
+        "max_steps_per_execute",
+        "max_trip_ms",
+        "max_tokens_in_one_trip",
+        "ignored_parameters",
+        "unknown_parameters",
+        "use_generation_config",
+        "default_max_tokens",
+        "stream_interval",
+        "max_time",
+        "cancellation_check_period_ms",
+        "log_plans",
+        "trace_directory",
+        "trace_max_bytes",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +132,8 @@ class PackedCache:
             "code": _code(),
         }
         isas = _native.Runtime(_native.chosen_isa(), 1)
-        self._conditions = {name: getattr(settings, name) for name in _SETTINGS} | {
+        related = (field.name for field in dataclasses.fields(settings) if field.name not in _UNRELATED)
+        self._conditions = {name: str(getattr(settings, name)) for name in related} | {
             "isas": [isas.isa.name, isas.integer_isa.name]
         }
         name = f"{Path(source.location).stem}-{_digest(source.location)}"
