@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from peers.engines import ENGINES, Comparison, Contender
+from peers import engines, servers
+from peers.engines import Comparison, Contender
 from peers.install import set_up
 from peers.processes import PeerError
-from peers.servers import SERVERS
 from rich.console import Console
 from rich.markup import escape
 
@@ -43,6 +44,7 @@ from triton_inflight.gguf_cache import cache_directory, converted_folder
 
 _RATIOS = ("output_tokens_per_second", "decode_tokens_per_second", "prefill_tokens_per_second", "ttft_p50")
 _WARM_UP = -1  # the number of the round that is not counted
+Start = Callable[[Comparison], Contender]
 _REPOSITORY = Path(__file__).parent.parent / "model_repository"
 
 say = Console(stderr=True, highlight=False, soft_wrap=True).print
@@ -78,6 +80,13 @@ def main(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each.")] = 64,
     rounds: Rounds = 5,
     set_parameters: SetParameters = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Ours once more, with this parameter set as well, in the same run; repeatable.",
+        ),
+    ] = None,
     seed: PromptSeed = 0,
     json_file: JsonFile = None,
     quick: QuickRound = False,
@@ -94,7 +103,10 @@ def main(
             min(output_tokens, 8),
         )
     changes = dict(map(key_and_value, set_parameters or []))
-    names = ["ours", *(peer or ["vllm", "llama.cpp", "transformers"])]
+    variants = {"ours": changes}
+    for text in also or []:
+        variants[f"ours, {text}"] = {**changes, **dict([key_and_value(text)])}
+    names = peer or ["vllm", "llama.cpp", "transformers"]
     reference = weights.DEFAULT_REFERENCE
     gguf = Path(weights.resolve(reference).location)
     token_ids = ordinary_tokens(weights.describe(reference).tokenizer)
@@ -107,15 +119,17 @@ def main(
         "seed": seed,
         "set": set_parameters or [],
     }
-    levels = {"engines": (ENGINES, [1, 8, 16, 32]), "servers": (SERVERS, [16, 32])}
+    levels: dict[str, tuple[Any, Mapping[str, Start], list[int]]] = {
+        "engines": (engines.ours, engines.PEERS, [1, 8, 16, 32]),
+        "servers": (servers.OurServer, servers.PEERS, [16, 32]),
+    }
     for chosen in level or list(levels):
-        kinds, default = levels[chosen]
+        ours, peers, default = levels[chosen]
         workloads = [Workload(number, input_tokens, output_tokens) for number in sequences or default]
         with ExitStack() as stack:
             comparison = Comparison(
                 repository=_REPOSITORY,
                 model="smollm2",
-                changes=changes,
                 gguf=gguf,
                 folder=converted_folder(gguf),
                 peers=peers_dir,
@@ -123,9 +137,10 @@ def main(
                 most_sequences=max(workload.sequences for workload in workloads),
                 longest=input_tokens + output_tokens,
             )
-            wanted = {name: kinds[name] for name in names if name in kinds}
+            wanted = {name: partial(ours, name=name, changes=changes) for name, changes in variants.items()}
+            wanted |= {name: peers[name] for name in names if name in peers}
             contenders = _start(stack, wanted, comparison)
-            report[chosen] = _compare(contenders, workloads, token_ids, rounds, seed)
+            report[chosen] = _compare(contenders, workloads, token_ids, rounds, seed, list(variants))
         title = f"{chosen}: {input_tokens} tokens in, {output_tokens} out, median of {rounds} rounds"
         console.print(figures_table(report[chosen]["results"], {}, title))
         console.print(ratio_table(report[chosen]["ratios"], {}, f"{chosen}: ours over theirs"))
@@ -133,9 +148,7 @@ def main(
         json_file.write_text(json.dumps(report, indent=1, default=as_json))
 
 
-def _start(
-    stack: ExitStack, kinds: Mapping[str, Callable[[Comparison], Contender]], comparison: Comparison
-) -> list[Contender]:
+def _start(stack: ExitStack, kinds: Mapping[str, Start], comparison: Comparison) -> list[Contender]:
     """The contenders that start; the others are named, with the reason."""
     started = []
     for name, start in kinds.items():
@@ -156,8 +169,9 @@ def _compare(
     token_ids: Sequence[int],
     rounds: int,
     seed: int,
+    ours: Sequence[str],
 ) -> dict[str, Any]:
-    """Results and ratios of all contenders; one that fails is left out of what follows."""
+    """Results and ratios of all contenders, of which some are ``ours``; one that fails is left out of what follows."""
     results, ratios = [], []
     alive = list(contenders)
     with progress_bar() as progress:
@@ -181,21 +195,22 @@ def _compare(
                 progress.advance(task)
             for entry in entries:
                 results.append(result_row(workload, entry.contender.name, entry.rounds))
-            ratios += _ratios(workload, entries)
+            ratios += _ratios(workload, entries, ours)
     about = {contender.name: contender.about for contender in contenders}
     return {"results": results, "ratios": ratios, "contenders": about}
 
 
-def _ratios(workload: Workload, entries: Sequence[_Entry]) -> list[dict[str, Any]]:
-    """Ours over each peer, where it was measured."""
-    our = next((entry for entry in entries if entry.contender.name == "ours"), None)
-    if our is None:
-        return []
+def _ratios(workload: Workload, entries: Sequence[_Entry], ours: Sequence[str]) -> list[dict[str, Any]]:
+    """Each of ours over each peer, where both were measured."""
+    our_entries = [entry for entry in entries if entry.contender.name in ours]
+    their_entries = [entry for entry in entries if entry.contender.name not in ours]
     return [
         row
-        for entry in entries
-        if entry is not our
-        for row in ratio_rows(workload, ("ours", our.rounds), (entry.contender.name, entry.rounds), _RATIOS)
+        for our in our_entries
+        for their in their_entries
+        for row in ratio_rows(
+            workload, (our.contender.name, our.rounds), (their.contender.name, their.rounds), _RATIOS
+        )
     ]
 
 

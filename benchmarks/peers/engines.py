@@ -26,7 +26,7 @@ class Comparison:
     """What all peers are given.
 
     Attributes:
-        repository, model, changes: our model, and parameters in place of those of its config.pbtxt.
+        repository, model: ours.
         gguf: the model's GGUF file.
         folder: the same weights as a Hugging Face folder.
         peers: directory that the peers are installed in.
@@ -37,7 +37,6 @@ class Comparison:
 
     repository: Path
     model: str
-    changes: Mapping[str, str]
     gguf: Path
     folder: Path
     peers: Path
@@ -141,12 +140,12 @@ class LlamaBatchedBench:
         """Nothing runs between rounds."""
 
 
-def ours(comparison: Comparison) -> Contender:
-    """Our engine, with what config.pbtxt says."""
+def ours(comparison: Comparison, name: str, changes: Mapping[str, str]) -> Contender:
+    """Our engine, with ``changes`` to the parameters of its config.pbtxt."""
     command = [sys.executable, str(HERE / "engine_ours.py"), "--model-repository", str(comparison.repository)]
     command += ["--model", comparison.model]
-    command += [f"--set={key}={value}" for key, value in comparison.changes.items()]
-    return ChildEngine("ours", command, comparison.logs / "ours.log", {})
+    command += [f"--set={key}={value}" for key, value in changes.items()]
+    return ChildEngine(name, command, comparison.logs / f"{name}.log", {})
 
 
 def vllm(comparison: Comparison) -> Contender:
@@ -175,8 +174,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-ENGINES: dict[str, Callable[[Comparison], Contender]] = {
-    "ours": ours,
+PEERS: dict[str, Callable[[Comparison], Contender]] = {
     "vllm": vllm,
     "llama.cpp": LlamaBatchedBench,
     "transformers": transformers,

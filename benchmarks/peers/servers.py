@@ -29,14 +29,13 @@ _SECONDS_TO_START = 900
 
 
 class OurServer:
-    """Our model on a real tritonserver, through ``generate_stream``."""
+    """Our model on a real tritonserver, through ``generate_stream``; ``changes`` as for the engine."""
 
-    name = "ours"
-
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Comparison, name: str, changes: Mapping[str, str]) -> None:
+        self.name = name
         self._stack = ExitStack()
         directory = Path(self._stack.enter_context(TemporaryDirectory(prefix="triton-inflight-compare-")))
-        settings = copy_model(comparison.repository, comparison.model, comparison.changes, directory)
+        settings = copy_model(comparison.repository, comparison.model, changes, directory)
         self._served = self._stack.enter_context(ServedModel(directory, comparison.model))
         self.about = {"dtype": settings.dtype}
         pause(self._served.pid)
@@ -192,4 +191,4 @@ def llama(comparison: Comparison) -> Contender:
     return HttpServer("llama.cpp", command, log, environment, "/completion", body, reads, about)
 
 
-SERVERS: dict[str, Callable[[Comparison], Contender]] = {"ours": OurServer, "vllm": vllm, "llama.cpp": llama}
+PEERS: dict[str, Callable[[Comparison], Contender]] = {"vllm": vllm, "llama.cpp": llama}
