@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard cpp_ext/*.cpp cpp_ext/*.hpp)
+NATIVE := CMakeLists.txt backend/triton_inflight/_native.pyi $(wildcard cpp_ext/*.cpp cpp_ext/*.hpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long tutorial format clean

@@ -10,6 +10,8 @@ void bind_kv_store(pybind11::module_& module);
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The native parts of triton_inflight.";
+  // Of _native.pyi as it was at the build; triton_inflight/native.py compares it with the file.
+  module.attr("interface_hash") = TRITON_INFLIGHT_INTERFACE_HASH;
   triton_inflight::bind_attention(module);
   triton_inflight::bind_fused(module);
   triton_inflight::bind_decoder_stack(module);

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+interface_hash: str
+
 class Isa:
     portable: Isa
     avx2: Isa

@@ -16,9 +16,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from triton_inflight._native import AttentionPlan
 from triton_inflight.batch import StepScope, current_scope
 from triton_inflight.kv_shape import KVShape
+from triton_inflight.native import _native
 from triton_inflight.native_attention import NativePool
 from triton_inflight.reference_attention import ReferencePool
 
@@ -95,7 +95,7 @@ def _attention(
 class NextCalls(NamedTuple):
     """Attention calls that differ in nothing but their pools."""
 
-    plan: AttentionPlan
+    plan: _native.AttentionPlan
     pools: list[NativePool]
 
 

@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from triton_inflight import _native
 from triton_inflight.attention import NextCalls, next_calls
 from triton_inflight.fused import FusedModule
 from triton_inflight.fused_layer import FusedLayer, function_code
+from triton_inflight.native import _native
 
 # Each hands every layer the same arguments, but for a mask that may be of the layer's type.
 _MODELS = {function_code(model.forward) for model in (LlamaModel, MistralModel, Qwen2Model)}

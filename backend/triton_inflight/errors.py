@@ -27,3 +27,7 @@ class RequestError(InflightError):
 
 class TraceError(InflightError):
     """A file is not a trace of this backend; the message says where and why."""
+
+
+class BuildError(InflightError):
+    """The compiled module is not that of the Python code beside it; the message says how to build it again."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from triton_inflight import _native
+from triton_inflight.native import _native
 from triton_inflight.packed_weight import PackedWeight, argument, as_rows
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from triton_inflight import _native
 from triton_inflight.fused import FusedModule, GatedMLP, NativeRMSNorm, PackedLinear, SharedLinear
 from triton_inflight.kv_shape import KVShape
+from triton_inflight.native import _native
 
 Code = tuple[object, ...]
 

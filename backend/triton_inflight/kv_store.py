@@ -14,6 +14,6 @@ When ``reserve`` gives None after a prefix was matched, the key keeps the matche
 ``help(KVStore)`` documents each call.
 """
 
-from triton_inflight._native import KVStore
+from triton_inflight.native import _native
 
-__all__ = ["KVStore"]
+KVStore = _native.KVStore

@@ -9,10 +9,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-import torch  # before _native: the kernels run on the threads of torch's OpenMP runtime
+import torch
 
-from triton_inflight import _native
 from triton_inflight.kv_shape import KVShape
+from triton_inflight.native import _native
 
 CELL_MULTIPLE = 16
 """``tokens_per_block`` must be a multiple of this."""

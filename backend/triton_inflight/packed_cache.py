@@ -33,11 +33,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from triton_inflight import _native, tensor_file, weights
+from triton_inflight import tensor_file, weights
 from triton_inflight.conformance import Conformance
 from triton_inflight.differences import MODULE_TOLERANCE
 from triton_inflight.gguf_cache import CACHE_VARIABLE, cache_directory
 from triton_inflight.kv_shape import KVShape
+from triton_inflight.native import _native
 from triton_inflight.packing import Packed
 from triton_inflight.ready_weights import ReadyWeights, kinds_of, tensors_of
 from triton_inflight.settings import Settings

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch  # before _native: the kernels run on the threads of torch's OpenMP runtime
+import torch
 import torch.nn.functional as F  # noqa: N812
 
-from triton_inflight import _native
+from triton_inflight.native import _native
 from triton_inflight.quantized_numbers import GROUP, Int4Numbers, Int8Numbers
 
 PANEL = 32

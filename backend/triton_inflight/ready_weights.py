@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from triton_inflight import _native
+from triton_inflight.native import _native
 from triton_inflight.packed_weight import PackedWeight, packed_again
 from triton_inflight.weight_formats import LayerGroup, matrix
 
